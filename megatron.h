@@ -673,8 +673,8 @@ typedef struct mt_options {
     int64_t loss_spike_window, max_bad_steps_in_a_row;
     mt_bad_step_policy bad_step_policy;
     mt_rerun_mode rerun_mode;
-    bool bf16, fp16;       // the type of weights and activations; neither: fp32
-    double loss_scale;     // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;   // the type of weights and activations; neither: fp32
+    double loss_scale; // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     bool deterministic_mode;
@@ -2030,10 +2030,10 @@ typedef struct mt_matrices {
     bool nesterov;                // orthogonalises the momentum of the next step, if its gradient is this one's
 } mt_matrices;
 
-/* The operands of a step on n elements: gradient in MT_F32 or 16 bits, master weights in MT_F32 or MT_F16_SCALED, moments in
- * any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the fp32 value.
- * States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the elements of an
- * operation are one tensor, whose values are code * mt_state_scale(amax). */
+/* The operands of a step on n elements: gradient in MT_F32 or 16 bits, master weights in MT_F32 or MT_F16_SCALED,
+ * moments in any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the
+ * fp32 value. States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the
+ * elements of an operation are one tensor, whose values are code * mt_state_scale(amax). */
 typedef struct mt_update_args {
     int64_t n;
     void *param;               // [n] the weights in fp32, or the bf16 copy of `master`

@@ -24,15 +24,19 @@ bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, 
                       mt_attention_direction *ours);
 
 /* Kernel arguments, passed by value. */
-struct flash_task {
-    const bf16 *q, *k, *v, *dout;
-    bf16 *out, *dq, *dk, *dv;
+struct flash_tiles {
     float *lse, *row_dot;
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
     bool accumulate; // add to dk and dv instead of writing them
     int *counter;    // of tiles taken, for persistent blocks
     mt_attention shape;
+};
+
+/* The same with operands of E, bf16 or fp16. */
+template <class E> struct flash_task : flash_tiles {
+    const E *q, *k, *v, *dout;
+    E *out, *dq, *dk, *dv;
 };
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */
@@ -92,7 +96,7 @@ struct tile {
 
 /* Finds tile number `index` among the tiles of all spans. Every warp does this itself: each lane counts the tiles of a
  * span, a scan gives their ends, and the first span that ends past `index` contains it. */
-template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_task &task, int index, int size) {
+template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_tiles &task, int index, int size) {
     const unsigned all = 0xffffffff;
     int lane = threadIdx.x % 32;
     for (int base = 0;; base += 32) {
@@ -119,7 +123,7 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_ta
 /* The tile of block `index` of tiles x heads. Blocks start in this order. Heads come in sections whose keys and values
  * fit in L2 together. Within a section, tiles with the most work under a causal mask come first: late queries, early
  * keys. The last blocks are therefore short, and no multiprocessor waits long for another. */
-template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flash_task &task, int index, int size) {
+template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flash_tiles &task, int index, int size) {
     int section = index / (task.num_tiles * task.heads_together);
     index %= task.num_tiles * task.heads_together;
     int number = index / task.heads_together;
@@ -138,14 +142,14 @@ static constexpr float LOG2_E = 1.44269504f;
 
 /* Converts an fp32 result to operand a of the next product: two 8-column blocks form one 16-column block, and every
  * lane already holds its elements. */
-template <int TILES, int N>
+template <class E, int TILES, int N>
 __device__ __forceinline__ void pack_weights(uint32_t (&p)[TILES][N][4], const float (&c)[TILES][2 * N][4]) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int n = 0; n < 2 * N; n++) {
-            p[t][n / 2][n % 2 * 2] = mt_pack_bf16(c[t][n][0], c[t][n][1]);
-            p[t][n / 2][n % 2 * 2 + 1] = mt_pack_bf16(c[t][n][2], c[t][n][3]);
+            p[t][n / 2][n % 2 * 2] = mt_pair_from_float(E(), c[t][n][0], c[t][n][1]);
+            p[t][n / 2][n % 2 * 2 + 1] = mt_pair_from_float(E(), c[t][n][2], c[t][n][3]);
         }
 }
 
@@ -185,10 +189,9 @@ __device__ __forceinline__ int col_of(int n, int e) {
     return 8 * n + threadIdx.x % 4 * 2 + e % 2;
 }
 
-__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
-    float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
-    float high = __uint_as_float(a & 0xffff0000) + __uint_as_float(b & 0xffff0000);
-    return mt_pack_bf16(low, high);
+template <class E> __device__ __forceinline__ uint32_t add_pair(uint32_t a, uint32_t b) {
+    mt_pack<float, 2> x = mt_to_float(mt_pack<E, 2>{{a}}), y = mt_to_float(mt_pack<E, 2>{{b}});
+    return mt_pair_from_float(E(), x.value[0] + y.value[0], x.value[1] + y.value[1]);
 }
 
 /* Sets the masked scores to -inf. Rows are queries, or keys if TRANSPOSED. */
@@ -386,11 +389,11 @@ static inline int heads_in_section(const mt_attention *a, int64_t heads, int64_t
     return (int)best;
 }
 
-static inline flash_task flash_task_of(const mt_attention *a) {
-    flash_task task = {};
-    task.q = (const bf16 *)a->q, task.k = (const bf16 *)a->k, task.v = (const bf16 *)a->v;
-    task.dout = (const bf16 *)a->dout, task.out = (bf16 *)a->out;
-    task.dq = (bf16 *)a->dq, task.dk = (bf16 *)a->dk, task.dv = (bf16 *)a->dv;
+template <class E> static inline flash_task<E> flash_task_of(const mt_attention *a) {
+    flash_task<E> task = {};
+    task.q = (const E *)a->q, task.k = (const E *)a->k, task.v = (const E *)a->v;
+    task.dout = (const E *)a->dout, task.out = (E *)a->out;
+    task.dq = (E *)a->dq, task.dk = (E *)a->dk, task.dv = (E *)a->dv;
     task.lse = a->lse, task.row_dot = a->row_dot;
     task.spans = a->spans.device, task.num_spans = (int)a->spans.count;
     task.shape = *a;
@@ -410,25 +413,26 @@ static inline bool spans_share_keys(const mt_spans *spans) {
 void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
 /* Computes dk and dv for all spans at once, or, if spans share keys, one span after another with accumulation. */
+template <class E>
 static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
-                                      void (*launch)(const flash_task &task, const mt_attention *a,
+                                      void (*launch)(const flash_task<E> &task, const mt_attention *a,
                                                      mt_stream *stream)) {
-    if (!spans_share_keys(&a->spans)) return launch(flash_task_of(a), a, stream);
-    mt_attention_clear_keys(a, MT_BF16, stream);
+    if (!spans_share_keys(&a->spans)) return launch(flash_task_of<E>(a), a, stream);
+    mt_attention_clear_keys(a, std::is_same_v<E, __half> ? MT_F16 : MT_BF16, stream);
     for (int64_t i = 0; i < a->spans.count; i++) {
         mt_attention part = *a;
         part.spans = {a->spans.host + i, a->spans.device + i, 1};
-        flash_task task = flash_task_of(&part);
+        flash_task<E> task = flash_task_of<E>(&part);
         task.accumulate = true;
         launch(task, &part, stream);
     }
 }
 
 /* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
-void mt_attention_row_dots(const mt_attention *a, mt_stream *stream);
+void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
-/* True if the flash kernels take these operands: bf16, rows that allow 16-byte loads. Each kernel checks its head sizes
- * itself, and dropout if it has none. */
+/* True if the flash kernels take these operands: 16-bit elements in rows that allow 16-byte loads. Each kernel checks
+ * its head sizes itself, and dropout if it has none. */
 static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)
@@ -436,7 +440,7 @@ static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return dtype == MT_BF16 && a->scale > 0;
+    return dtype != MT_F32 && a->scale > 0;
 }
 
 #endif

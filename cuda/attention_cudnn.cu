@@ -61,6 +61,7 @@ enum { MAX_DESCRIPTORS = 160, MAX_OPERATIONS = 40, MAX_CONFIGS = 8 };
 
 struct graph {
     batch b;
+    cudnnDataType_t type; // of the operands: bf16 or fp16
     mt_attention shape;
     cudnnStatus_t status; // of the first call that failed; later calls are skipped
     int num_descriptors, num_operations;
@@ -145,7 +146,7 @@ static descriptor rows(graph *g, int64_t uid) {
 static descriptor queries(graph *g, int64_t uid, int64_t D, int64_t stride) {
     const int64_t sizes[] = {g->b.B, g->shape.num_heads, g->b.Sq, D};
     const int64_t strides[] = {g->b.step_q * stride, D, stride, 1};
-    return tensor(g, uid, CUDNN_DATA_BFLOAT16, sizes, strides);
+    return tensor(g, uid, g->type, sizes, strides);
 }
 
 /* k, v and their gradients: [B, G, Sk, D or Dv], or transposed, [B, G, D, Sk]. */
@@ -234,8 +235,8 @@ static descriptor mask(graph *g, descriptor s) {
 static void describe_forward(graph *g) {
     const mt_attention *s = &g->shape;
     const int64_t D = s->head_size, Dv = s->value_size;
-    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
-    descriptor p = matmul(g, queries(g, Q, D, s->q_stride), keys(g, K, bf16, D, s->k_stride, true), scores(g, f32));
+    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT;
+    descriptor p = matmul(g, queries(g, Q, D, s->q_stride), keys(g, K, g->type, D, s->k_stride, true), scores(g, f32));
     p = mask(g, pointwise(g, CUDNN_POINTWISE_MUL, p, number(g, SCALE), NULL, scores(g, f32)));
     descriptor max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, p, rows(g, NO_TENSOR));
     p = pointwise(g, CUDNN_POINTWISE_SUB, p, max, NULL, scores(g, f32));
@@ -243,35 +244,35 @@ static void describe_forward(graph *g) {
     descriptor sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, p, rows(g, NO_TENSOR));
     descriptor log_sum = pointwise(g, CUDNN_POINTWISE_LOG, sum, NULL, NULL, rows(g, NO_TENSOR));
     pointwise(g, CUDNN_POINTWISE_ADD, max, log_sum, NULL, rows(g, STATS));
-    p = pointwise(g, CUDNN_POINTWISE_DIV, p, sum, NULL, scores(g, bf16));
-    matmul(g, p, keys(g, V, bf16, Dv, s->v_stride, false), queries(g, OUT, Dv, s->out_stride));
+    p = pointwise(g, CUDNN_POINTWISE_DIV, p, sum, NULL, scores(g, g->type));
+    matmul(g, p, keys(g, V, g->type, Dv, s->v_stride, false), queries(g, OUT, Dv, s->out_stride));
 }
 
-/* A transposed view of [B, H, Sq, Sk] as an operand in bf16. */
+/* A transposed view of [B, H, Sq, Sk] as an operand. */
 static descriptor transposed(graph *g, descriptor x) {
     const int64_t H = g->shape.num_heads, Sq = g->b.Sq, Sk = g->b.Sk;
     const int64_t sizes[] = {g->b.B, H, Sk, Sq}, strides[] = {H * Sq * Sk, Sq * Sk, 1, Sk};
-    return reshape(g, x, tensor(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, sizes, strides));
+    return reshape(g, x, tensor(g, NO_TENSOR, g->type, sizes, strides));
 }
 
 /* gradient = a b summed over the heads that share keys. */
 static void key_gradient(graph *g, descriptor a, descriptor b, int64_t uid, int64_t D, int64_t stride) {
     const mt_attention *s = &g->shape;
-    descriptor gradient = keys(g, uid, CUDNN_DATA_BFLOAT16, D, stride, false);
+    descriptor gradient = keys(g, uid, g->type, D, stride, false);
     if (s->num_heads == s->num_groups) {
         matmul(g, a, b, gradient);
         return;
     }
-    descriptor of_heads = packed(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, s->num_heads, g->b.Sk, D);
+    descriptor of_heads = packed(g, NO_TENSOR, g->type, s->num_heads, g->b.Sk, D);
     reduce(g, CUDNN_REDUCE_TENSOR_ADD, matmul(g, a, b, of_heads), gradient);
 }
 
 static void describe_backward(graph *g) {
     const mt_attention *s = &g->shape;
     const int64_t H = s->num_heads, D = s->head_size, Dv = s->value_size;
-    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
+    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT;
     descriptor q = queries(g, Q, D, s->q_stride), dout = queries(g, DOUT, Dv, s->out_stride), scale = number(g, SCALE);
-    descriptor kt = keys(g, K, bf16, D, s->k_stride, true), vt = keys(g, V, bf16, Dv, s->v_stride, true);
+    descriptor kt = keys(g, K, g->type, D, s->k_stride, true), vt = keys(g, V, g->type, Dv, s->v_stride, true);
     // row_dot = sum(dout out)
     descriptor x = packed(g, NO_TENSOR, f32, H, g->b.Sq, Dv);
     x = pointwise(g, CUDNN_POINTWISE_MUL, dout, queries(g, OUT, Dv, s->out_stride), NULL, x);
@@ -300,7 +301,7 @@ static void describe_backward(graph *g) {
 /* The key of a plan; compared as bytes, so zero it before filling. */
 struct plan_key {
     int64_t B, H, G, Sq, Sk, D, Dv, step_q, step_k, q_stride, k_stride, v_stride, out_stride;
-    int64_t causal, backward;
+    int64_t causal, backward, dtype;
 };
 
 struct plan {
@@ -362,15 +363,16 @@ static int64_t dq_sum_bytes(const plan_key *key) {
     return key->backward ? key->B * key->H * key->Sq * key->D * (int64_t)sizeof(float) : 0;
 }
 
-static plan *plan_of(const mt_attention *a, mt_stream *stream, const batch *b, bool backward) {
+static plan *plan_of(const mt_attention *a, mt_dtype dtype, mt_stream *stream, const batch *b, bool backward) {
     plan_key key;
     memset(&key, 0, sizeof key);
     key = {b->B,      a->num_heads, a->num_groups, b->Sq,       b->Sk,         a->head_size, a->value_size, b->step_q,
-           b->step_k, a->q_stride,  a->k_stride,   a->v_stride, a->out_stride, b->causal,    backward};
+           b->step_k, a->q_stride,  a->k_stride,   a->v_stride, a->out_stride, b->causal,    backward,      dtype};
     for (plan *p = plans; p; p = p->next)
         if (memcmp(&p->key, &key, sizeof key) == 0) return p;
     plan *p = (plan *)mt_calloc(sizeof *p);
     p->key = key, p->g.b = *b, p->g.shape = *a;
+    p->g.type = dtype == MT_F16 ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
     p->next = plans, plans = p;
     if (!cudnn_handle()) return p;
     if (backward)
@@ -434,9 +436,9 @@ static void execute(const plan *p, void *const data[FIRST_VIRTUAL], void *worksp
     check(cudnnBackendDestroyDescriptor(pack));
 }
 
-/* Row `first` of an operand of bf16. */
+/* Row `first` of an operand of 16-bit elements. */
 static void *at(const void *operand, int64_t first, int64_t stride) {
-    return (bf16 *)operand + first * stride;
+    return (uint16_t *)operand + first * stride;
 }
 
 static void run(const plan *p, const mt_attention *a, mt_stream *stream, const batch *b) {
@@ -464,7 +466,7 @@ static void run(const plan *p, const mt_attention *a, mt_stream *stream, const b
 static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward) {
     batch b;
     if (!cudnn_serves(a, dtype, stream, &b)) return false;
-    const plan *p = plan_of(a, stream, &b, backward);
+    const plan *p = plan_of(a, dtype, stream, &b, backward);
     if (p->execution) {
         run(p, a, stream, &b);
     } else if (a->backend == MT_ATTENTION_CUDNN) {
@@ -490,7 +492,7 @@ static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt
                                        mt_attention_direction *ours) {
     batch b;
     if (!stream || stream->deterministic || !cudnn_serves(a, dtype, stream, &b) || b.Sq < MEASURED_LENGTH) return ours;
-    plan *p = plan_of(a, stream, &b, backward);
+    plan *p = plan_of(a, dtype, stream, &b, backward);
     if (p->fastest) return p->fastest;
     mt_attention_direction *const all[] = {ours, backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward,
                                            backward ? mt_attention_unordered.backward : NULL};

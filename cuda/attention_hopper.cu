@@ -34,7 +34,7 @@ template <int D, int DV> struct forward_size {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D, int DV>
-__device__ __forceinline__ void forward_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+__device__ __forceinline__ void forward_load(const flash_task<bf16> &task, const tensor_maps &maps, char *memory) {
     using size = forward_size<D, DV>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
@@ -116,7 +116,7 @@ template <int D, int DV> struct forward_worker {
         int key = keys.first / KEYS * KEYS;
         start_scores(n);
         weigh_scores<0>(n, key);
-        pack_weights(weights, score);
+        pack_weights<bf16>(weights, score);
         for (key += KEYS; key < keys.end; key += KEYS) {
             n++;
             if (TURNS) turn_take(group);
@@ -126,7 +126,7 @@ template <int D, int DV> struct forward_worker {
             weigh_scores<1>(n, key);
             finish_outputs(n - 1);
             scale_rows(out, shrink);
-            pack_weights(weights, score);
+            pack_weights<bf16>(weights, score);
         }
         q_ring().release(round);
         if (key > seen.k_len) {
@@ -140,7 +140,7 @@ template <int D, int DV> struct forward_worker {
     }
 };
 
-template <int D, int DV> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+template <int D, int DV> __device__ __forceinline__ void forward_work(const flash_task<bf16> &task, char *memory) {
     using size = forward_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
@@ -174,7 +174,7 @@ template <int D, int DV> __device__ __forceinline__ void forward_work(const flas
 
 template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
-    hopper_forward(const flash_task task, const __grid_constant__ tensor_maps maps) {
+    hopper_forward(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = forward_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
@@ -212,7 +212,7 @@ template <int D, int DV> struct backward_q_size {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D, int DV>
-__device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+__device__ __forceinline__ void backward_q_load(const flash_task<bf16> &task, const tensor_maps &maps, char *memory) {
     using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
     }
 }
 
-template <int D, int DV> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+template <int D, int DV> __device__ __forceinline__ void backward_q_work(const flash_task<bf16> &task, char *memory) {
     using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
@@ -287,7 +287,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
             mt_wgmma_wait<0>();
             mt_wgmma_hold(dp[0]);
             gradients_by_row(score, dp, stats);
-            pack_weights(weights, score);
+            pack_weights<bf16>(weights, score);
             mt_wgmma_hold(dq[0]);
             mt_wgmma_fence();
             multiply_weights<D, KEYS>(dq, weights, k_tile);
@@ -304,7 +304,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
 
 template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
-    hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
+    hopper_backward_q(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = backward_q_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
@@ -351,7 +351,7 @@ struct query_steps {
     int first, tiles, count;
 };
 template <class Size>
-__device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
+__device__ __forceinline__ query_steps steps_of(const flash_task<bf16> &task, const tile &t, const band &seen) {
     constexpr int QUERIES = Size::QUERIES;
     const range queries = queries_of(seen, t.first, Size::KEYS);
     int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
@@ -360,7 +360,7 @@ __device__ __forceinline__ query_steps steps_of(const flash_task &task, const ti
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D, int DV>
-__device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+__device__ __forceinline__ void backward_kv_load(const flash_task<bf16> &task, const tensor_maps &maps, char *memory) {
     using size = backward_kv_size<D, DV>;
     constexpr int QUERIES = size::QUERIES, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
@@ -447,7 +447,7 @@ template <int D, int DV> struct backward_kv_worker {
         if (!REUSE && !is_first) q_ring().release(n - 1);
         if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
         weights_by_column(score, stats, scale * LOG2_E);
-        pack_weights(pairs, score);
+        pack_weights<bf16>(pairs, score);
         mt_wgmma_hold(dv[0]);
         mt_wgmma_hold(dp[0]);
         mt_wgmma_fence();
@@ -461,7 +461,7 @@ template <int D, int DV> struct backward_kv_worker {
             gradients_by_column(score, dp, stats + QUERIES);
         mt_wgmma_wait<0>(); // the weights are no longer read
         mt_wgmma_hold(dv[0]);
-        pack_weights(pairs, score);
+        pack_weights<bf16>(pairs, score);
         mt_wgmma_hold(dk[0]);
         mt_wgmma_fence();
         multiply_weights<D, QUERIES>(dk, pairs, q_tile);
@@ -471,7 +471,7 @@ template <int D, int DV> struct backward_kv_worker {
     }
 };
 
-template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const flash_task<bf16> &task, char *memory) {
     using size = backward_kv_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
@@ -509,7 +509,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const 
 
 template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
-    hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
+    hopper_backward_kv(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = backward_kv_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
@@ -539,8 +539,8 @@ __global__ void __launch_bounds__(THREADS, 1)
  * persistent and take tiles from a counter in the stream's workspace; without a counter there are as many blocks as
  * tiles. */
 template <class Size>
-static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention *a, bool of_keys,
-                   mt_stream *stream) {
+static void launch(void (*kernel)(flash_task<bf16>, tensor_maps), flash_task<bf16> task, const mt_attention *a,
+                   bool of_keys, mt_stream *stream) {
     int64_t heads = of_keys ? a->num_groups : a->num_heads;
     task.num_tiles = tile_count(&a->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
     task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
@@ -558,18 +558,18 @@ static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, con
 }
 
 template <int D, int DV> static void forward(const mt_attention *a, mt_stream *stream) {
-    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of(a), a, false, stream);
+    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of<bf16>(a), a, false, stream);
 }
 
 template <int D, int DV>
-static void launch_backward_kv(const flash_task &task, const mt_attention *a, mt_stream *stream) {
+static void launch_backward_kv(const flash_task<bf16> &task, const mt_attention *a, mt_stream *stream) {
     launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV>, task, a, true, stream);
 }
 
 template <int D, int DV> static void backward(const mt_attention *a, mt_stream *stream) {
-    mt_attention_row_dots(a, stream);
-    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of(a), a, false, stream);
-    over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
+    mt_attention_row_dots(a, MT_BF16, stream);
+    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of<bf16>(a), a, false, stream);
+    over_disjoint_keys<bf16>(a, stream, launch_backward_kv<D, DV>);
 }
 
 /* Serves the usual head sizes and those of DeepSeek's latent attention, without dropout. Code for sm_90a runs on Hopper
@@ -578,7 +578,7 @@ static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t D = a->head_size, DV = a->value_size;
     if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
     bool sizes = (D == 64 && DV == 64) || (D == 128 && DV == 128) || (D == 192 && DV == 128);
-    return flash_serves(a, dtype) && sizes && a->dropout.p <= 0 && a->q && a->k && a->v;
+    return dtype == MT_BF16 && flash_serves(a, dtype) && sizes && a->dropout.p <= 0 && a->q && a->k && a->v;
 }
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {

@@ -75,7 +75,7 @@ template <class TILE> struct queue_of {
 using tile_queue = queue_of<tile>;
 
 /* The first tile that no block has taken. Without a counter there is one block per tile. */
-__device__ __forceinline__ int next_tile(const flash_task &task) {
+__device__ __forceinline__ int next_tile(const flash_task<bf16> &task) {
     if (!task.counter) return 1 << 30;
     int taken = 0;
     if (threadIdx.x % 32 == 0) taken = atomicAdd(task.counter, 1);
@@ -86,7 +86,7 @@ __device__ __forceinline__ int next_tile(const flash_task &task) {
  * and takes another when it is about to finish. The assignment of tiles to blocks varies from run to run; the results
  * do not. */
 template <bool OF_KEYS>
-__device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
+__device__ __forceinline__ void hand_out_tiles(const flash_task<bf16> &task, const tile_queue &queue, int64_t heads,
                                                int size) {
     const int tiles = task.num_tiles * (int)heads;
     for (int round = 0, index = (int)blockIdx.x;; round++) {
@@ -169,8 +169,8 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
             uint4 *at = (uint4 *)(to + row * stride + (n + threadIdx.x % 4) * 8);
             if (accumulate) {
                 uint4 old = *at;
-                x[0] = add_bf16(x[0], old.x), x[1] = add_bf16(x[1], old.y);
-                x[2] = add_bf16(x[2], old.z), x[3] = add_bf16(x[3], old.w);
+                x[0] = add_pair<bf16>(x[0], old.x), x[1] = add_pair<bf16>(x[1], old.y);
+                x[2] = add_pair<bf16>(x[2], old.z), x[3] = add_pair<bf16>(x[3], old.w);
             }
             *at = make_uint4(x[0], x[1], x[2], x[3]);
         }

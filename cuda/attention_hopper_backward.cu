@@ -38,7 +38,7 @@ struct key_tile : tile {
 };
 
 /* The number of query tiles of the spans before the one that key tile `number` is in; found as in tile_find. */
-__device__ __forceinline__ int query_tiles_before(const flash_task &task, int number) {
+__device__ __forceinline__ int query_tiles_before(const flash_task<bf16> &task, int number) {
     const unsigned all = 0xffffffff;
     const int lane = threadIdx.x % 32;
     int key_tiles = 0, query_tiles = 0;
@@ -62,7 +62,7 @@ __device__ __forceinline__ int query_tiles_before(const flash_task &task, int nu
 }
 
 /* The tile that is number `index` in the order in which blocks take tiles; head NO_MORE after the last. */
-__device__ __forceinline__ key_tile take_tile(const flash_task &task, int index) {
+__device__ __forceinline__ key_tile take_tile(const flash_task<bf16> &task, int index) {
     key_tile t = {};
     t.head = NO_MORE;
     if (index >= task.num_tiles * (int)task.shape.num_groups) return t;
@@ -118,7 +118,7 @@ enum { SIDE_THREADS = 256 }; // of a block for a query tile and head
 
 /* Statistics of a query tile. A query without keys gets lse = inf, and so do rows past the end: weights of 0. */
 template <bool ORDERED>
-__global__ void __launch_bounds__(SIDE_THREADS) prepare_queries(const flash_task task, const query_sums sums) {
+__global__ void __launch_bounds__(SIDE_THREADS) prepare_queries(const flash_task<bf16> task, const query_sums sums) {
     const int heads = (int)task.shape.num_heads, head = blockIdx.x % heads, thread = threadIdx.x;
     const tile t = tile_find<false>(task, blockIdx.x / heads, QUERIES);
     float *stats = sums.stats + (int64_t)blockIdx.x * STAT_ELEMENTS;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(SIDE_THREADS) prepare_queries(const flash_task
 }
 
 /* dq in bf16 from its sums. A warp holds 16 rows and 64 channels, as after a product. */
-__global__ void __launch_bounds__(SIDE_THREADS) finish_queries(const flash_task task, const query_sums sums) {
+__global__ void __launch_bounds__(SIDE_THREADS) finish_queries(const flash_task<bf16> task, const query_sums sums) {
     const int heads = (int)task.shape.num_heads, head = blockIdx.x % heads;
     const int half = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, warp_row = thread / 32 * 16;
     const tile t = tile_find<false>(task, blockIdx.x / heads, QUERIES);
@@ -230,7 +230,7 @@ struct layout {
 /* The producer, one warp, also finds the tiles. All blocks count tiles from the start on, so that no tile is taken
  * before one of a lower number. */
 template <bool ORDERED>
-__device__ __forceinline__ void load(const flash_task &task, const tensor_maps &maps, const query_sums &sums,
+__device__ __forceinline__ void load(const flash_task<bf16> &task, const tensor_maps &maps, const query_sums &sums,
                                      const layout &place, char *memory) {
     const queue_of<key_tile> queue(memory + layout::TILES);
     const int heads = (int)task.shape.num_heads;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void pass_turn(int *turns, int turn) {
 /* Adds what the consumers leave in shared memory, dq of a tile of queries, to the sum in memory. REDUCERS warps do so
  * in turn, one thread each, because an ordered addition takes longer than a step until it is complete and announced. */
 template <bool ORDERED>
-__device__ __forceinline__ void reduce(const flash_task &task, const query_sums &sums, const layout &place,
+__device__ __forceinline__ void reduce(const flash_task<bf16> &task, const query_sums &sums, const layout &place,
                                        char *memory, int reducer) {
     const queue_of<key_tile> queue(memory + layout::TILES);
     const int heads = (int)task.shape.num_heads;
@@ -395,7 +395,7 @@ struct worker {
             score[0][i][2] = mt_exp2(score[0][i][2] * factor - base.x);
             score[0][i][3] = mt_exp2(score[0][i][3] * factor - base.y);
         }
-        pack_weights(weights, score);
+        pack_weights<bf16>(weights, score);
     }
     /* From the weights as pairs of bf16, so that the scores need no registers any more. */
     __device__ __forceinline__ void find_gradients(int n) {
@@ -529,7 +529,7 @@ struct worker {
 };
 
 template <bool ORDERED>
-__device__ __forceinline__ void work(const flash_task &task, const layout &place, char *memory) {
+__device__ __forceinline__ void work(const flash_task<bf16> &task, const layout &place, char *memory) {
     const queue_of<key_tile> queue(memory + layout::TILES);
     const mt_attention &shape = task.shape;
     const int warp_row = (threadIdx.x / 32 - 4) * 16;
@@ -559,7 +559,7 @@ __device__ __forceinline__ void work(const flash_task &task, const layout &place
 
 template <bool ORDERED>
 __global__ void __launch_bounds__(THREADS, 1)
-    hopper_backward(const flash_task task, const query_sums sums, const __grid_constant__ tensor_maps maps) {
+    hopper_backward(const flash_task<bf16> task, const query_sums sums, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) char memory[];
     const layout place = {mt_shared_address(memory)};
@@ -603,8 +603,8 @@ static bool sums_of(query_sums *sums, const mt_attention *a, mt_stream *stream) 
     return true;
 }
 
-template <bool ORDERED> static void launch(const flash_task &given, const mt_attention *a, mt_stream *stream) {
-    flash_task task = given;
+template <bool ORDERED> static void launch(const flash_task<bf16> &given, const mt_attention *a, mt_stream *stream) {
+    flash_task<bf16> task = given;
     query_sums sums;
     const int processors = mt_cuda_device()->multiProcessorCount;
     const int64_t query_tiles = tile_count(&a->spans, false, QUERIES) * a->num_heads;
@@ -629,7 +629,7 @@ template <bool ORDERED> static void launch(const flash_task &given, const mt_att
 bool mt_attention_hopper_one_kernel(const mt_attention *a, mt_stream *stream, bool ordered) {
     query_sums sums;
     if (a->head_size != D || a->value_size != D || !sums_of(&sums, a, stream)) return false;
-    over_disjoint_keys(a, stream, ordered ? launch<true> : launch<false>);
+    over_disjoint_keys<bf16>(a, stream, ordered ? launch<true> : launch<false>);
     return true;
 }
 #endif

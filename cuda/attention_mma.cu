@@ -26,8 +26,8 @@ enum { WARPS = 4, THREADS = 32 * WARPS, ROW_DOT_QUERIES = 16 };
 /* ---- tiles in shared memory -------------------------------------------------------------------------------------- */
 
 /* Starts the copy of `count` rows (up to ROWS) of `channels` channels (up to D); the rest of the tile is set to 0. */
-template <int ROWS, int D>
-__device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64_t stride, int count, int channels) {
+template <int ROWS, int D, class E>
+__device__ __forceinline__ void load_tile(uint32_t tile, const E *from, int64_t stride, int count, int channels) {
     // CHUNKS is a power of 2, so that rows divide the threads evenly.
     constexpr int CHUNKS = (D == 192 ? 64 : D) / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
     int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
@@ -43,8 +43,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64
 }
 
 /* Starts the copy of `count` keys (up to ROWS) from row `key`, followed by their values. */
-template <int ROWS, int D, int DV>
-__device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, int64_t key, int group, int count) {
+template <int ROWS, int D, int DV, class E>
+__device__ __forceinline__ void load_keys(uint32_t to, const flash_task<E> &task, int64_t key, int group, int count) {
     const mt_attention &s = task.shape;
     const int channels = (int)s.head_size, values = (int)s.value_size;
     load_tile<ROWS, D>(to, task.k + key * s.k_stride + group * channels, s.k_stride, count, channels);
@@ -52,8 +52,9 @@ __device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, i
 }
 
 /* The same for queries and their dout. */
-template <int ROWS, int D, int DV>
-__device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task, int64_t query, int head, int count) {
+template <int ROWS, int D, int DV, class E>
+__device__ __forceinline__ void load_queries(uint32_t to, const flash_task<E> &task, int64_t query, int head,
+                                             int count) {
     const mt_attention &s = task.shape;
     const int channels = (int)s.head_size, values = (int)s.value_size;
     load_tile<ROWS, D>(to, task.q + query * s.q_stride + head * channels, s.q_stride, count, channels);
@@ -69,7 +70,7 @@ template <int ROWS> __device__ __forceinline__ void load_indices(int64_t (&to)[R
 }
 
 /* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a times all rows of tile b. */
-template <int TILES, int N, int D>
+template <class E, int TILES, int N, int D>
 __device__ __forceinline__ void multiply_rows(float (&c)[TILES][N / 8][4], uint32_t a, uint32_t b) {
     constexpr int A_ROWS = 16 * TILES * WARPS;
     int row = threadIdx.x / 32 * 16 * TILES;
@@ -84,15 +85,15 @@ __device__ __forceinline__ void multiply_rows(float (&c)[TILES][N / 8][4], uint3
             mt_ldmatrix(y, mt_tile_block<N>(b, across, n, k));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                mt_mma(c[t][n / 8], x[t], y[0], y[1]);
-                mt_mma(c[t][n / 8 + 1], x[t], y[2], y[3]);
+                mt_mma_of<E>(c[t][n / 8], x[t], y[0], y[1]);
+                mt_mma_of<E>(c[t][n / 8 + 1], x[t], y[2], y[3]);
             }
         }
     }
 }
 
 /* c[16 TILES, D] += p[16 TILES, N] x[N, D]: weights in registers times all rows of tile x. */
-template <int TILES, int N, int D>
+template <class E, int TILES, int N, int D>
 __device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], const uint32_t (&p)[TILES][N / 16][4],
                                                  uint32_t x) {
     uint32_t down = mt_lane_down();
@@ -104,16 +105,16 @@ __device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], co
             mt_ldmatrix_transposed(y, mt_tile_block<N>(x, down, k, n));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                mt_mma(c[t][n / 8], p[t][k / 16], y[0], y[1]);
-                mt_mma(c[t][n / 8 + 1], p[t][k / 16], y[2], y[3]);
+                mt_mma_of<E>(c[t][n / 8], p[t][k / 16], y[0], y[1]);
+                mt_mma_of<E>(c[t][n / 8 + 1], p[t][k / 16], y[2], y[3]);
             }
         }
 }
 
 /* Stores the warp's rows of c, limited to the `count` rows of the tile, to rows at `to`. They pass through the warp's
  * rows of a tile that no other warp reads, so that stores are 16 bytes wide. */
-template <int TILES, int D>
-__device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, int channels,
+template <int TILES, int D, class E>
+__device__ __forceinline__ void store_rows(E *to, int64_t stride, int count, int channels,
                                            const float (&c)[TILES][D / 8][4], uint32_t tile, bool accumulate) {
     constexpr int ROWS = 16 * TILES * WARPS, CHUNKS = D / 8;
     int warp_row = threadIdx.x / 32 * 16 * TILES, lane = threadIdx.x % 32;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 #pragma unroll
             for (int e = 0; e < 4; e += 2)
                 mt_store_shared(tile + mt_tile_chunk<ROWS>(warp_row + row_of(t, e), n) + col_of(0, 0) * 2,
-                                mt_pack_bf16(c[t][n][e], c[t][n][e + 1]));
+                                mt_pair_from_float(E(), c[t][n][e], c[t][n][e + 1]));
     __syncwarp();
     for (int i = lane; i < 16 * TILES * CHUNKS; i += 32) {
         int row = warp_row + i / CHUNKS, chunk = i % CHUNKS;
@@ -134,7 +135,8 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
               x = mt_load_shared16(tile + mt_tile_chunk<ROWS>(row, chunk));
         if (accumulate) {
             uint4 old = *at;
-            x = make_uint4(add_bf16(x.x, old.x), add_bf16(x.y, old.y), add_bf16(x.z, old.z), add_bf16(x.w, old.w));
+            x = make_uint4(add_pair<E>(x.x, old.x), add_pair<E>(x.y, old.y), add_pair<E>(x.z, old.z),
+                           add_pair<E>(x.w, old.w));
         }
         *at = x;
     }
@@ -168,8 +170,9 @@ template <int D, int DV> struct forward_size {
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-template <int D, int DV, bool DROPS>
-__global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const flash_task task, const mt_masks masks) {
+template <class E, int D, int DV, bool DROPS>
+__global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
+    mma_forward(const flash_task<E> task, const mt_masks masks) {
     using size = forward_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
@@ -208,14 +211,14 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
             draw_by_row<TILES>(drawn, masks, shape.first_head + t.head, seen, t.first + warp_row, warp_row, key);
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
-        multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
+        multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         softmax_step(state, score, shrink, shape.scale * LOG2_E);
         scale_rows(out, shrink);
         if constexpr (DROPS) drop_by_row(score, drawn.kept + warp_row);
-        pack_weights(weights, score);
-        multiply_weights<TILES, KEYS, DV>(out, weights, v_tile);
+        pack_weights<E>(weights, score);
+        multiply_weights<E, TILES, KEYS, DV>(out, weights, v_tile);
     }
     mt_copies_wait(); // copies may still be pending if the queries attend to no key
     __syncthreads();
@@ -232,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
  * = scale ds^T q, dv = p^T dout. p follows directly from lse, without a running maximum. */
 
 /* row_dot = sum(out dout) for every query and head. Reads 4 DV bytes for each, once. DV / 8 lanes share a row. */
-template <int DV> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task task) {
+template <class E, int DV> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task<E> task) {
     constexpr int LANES = DV / 8, AT_ONCE = THREADS / LANES;
     const mt_attention &shape = task.shape;
     const tile t = tile_find<false>(task, blockIdx.x, ROW_DOT_QUERIES);
@@ -262,9 +265,9 @@ template <int D, int DV> struct backward_q_size {
     static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
 };
 
-template <int D, int DV, bool DROPS>
+template <class E, int D, int DV, bool DROPS>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
-    mma_backward_q(const flash_task task, const mt_masks masks) {
+    mma_backward_q(const flash_task<E> task, const mt_masks masks) {
     using size = backward_q_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
@@ -304,15 +307,15 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         clear(dp);
-        multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
-        multiply_rows<TILES, KEYS, DV>(dp, dout_tile, v_tile);
+        multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
+        multiply_rows<E, TILES, KEYS, DV>(dp, dout_tile, v_tile);
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         weights_by_row(score, stats, shape.scale * LOG2_E);
         if constexpr (DROPS) drop_by_row(dp, drawn.kept + warp_row);
         gradients_by_row(score, dp, stats, DROPS ? masks.kept : 1);
-        pack_weights(weights, score);
-        multiply_weights<TILES, KEYS, D>(dq, weights, k_tile);
+        pack_weights<E>(weights, score);
+        multiply_weights<E, TILES, KEYS, D>(dq, weights, k_tile);
     }
     mt_copies_wait();
     __syncthreads();
@@ -333,7 +336,7 @@ template <int D, int DV> struct backward_kv_size {
 /* Starts the copy of lse and row_dot of `count` queries, beginning at `at` with stride `heads`, to QUERIES floats
  * each. */
 template <int QUERIES>
-__device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, int64_t at, int64_t heads, int count) {
+__device__ __forceinline__ void load_stats(uint32_t to, const flash_tiles &task, int64_t at, int64_t heads, int count) {
     static_assert(2 * QUERIES <= THREADS, "a thread a number");
     int row = threadIdx.x % QUERIES;
     const float *from = threadIdx.x < QUERIES ? task.lse : task.row_dot;
@@ -359,7 +362,7 @@ __device__ __forceinline__ void draw_by_column(column_masks<TILES, QUERIES> &to,
 }
 
 /* Packs the weights of probabilities that are kept. */
-template <int TILES, int N, int KEYS>
+template <class E, int TILES, int N, int KEYS>
 __device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const float (&weight)[TILES][2 * N][4],
                                           const kept_keys<KEYS> *kept) {
     float c[TILES][2 * N][4];
@@ -370,14 +373,14 @@ __device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const floa
 #pragma unroll
             for (int e = 0; e < 4; e++) c[t][n][e] = weight[t][n][e];
     drop_by_column(c, kept);
-    pack_weights(p, c);
+    pack_weights<E>(p, c);
 }
 
 /* Adds the part of one tile of queries to dk and dv. The queries are at `q_tile`, followed by their dout; lse and
  * row_dot are at `stats`; the keys are at `k_tile`, followed by their values. `query` and `key` are the positions in
  * the span of the tile and of the warp's keys. With dropout `kept` are the bits of the queries, and a weight that is
  * kept has the factor `factor`; dv receives it at the end. */
-template <int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, int TILES, int MK, int MV>
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
                                                  int key, float scale, const kept_keys<16 * TILES> *kept,
@@ -388,30 +391,30 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     float score[TILES][QUERIES / 8][4];
     uint32_t weights[TILES][QUERIES / 16][4];
     clear(score);
-    multiply_rows<TILES, QUERIES, D>(score, k_tile, q_tile);
+    multiply_rows<E, TILES, QUERIES, D>(score, k_tile, q_tile);
     if (!all_see(seen, query, QUERIES, key, 16 * TILES)) hide<true>(score, seen, query, key);
     weights_by_column(score, stats, scale * LOG2_E);
     if constexpr (MAKE_DV) {
         if constexpr (DROPS)
-            pack_kept(weights, score, kept);
+            pack_kept<E>(weights, score, kept);
         else
-            pack_weights(weights, score);
-        multiply_weights<TILES, QUERIES, DV>(dv, weights, dout_tile);
+            pack_weights<E>(weights, score);
+        multiply_weights<E, TILES, QUERIES, DV>(dv, weights, dout_tile);
     }
     if constexpr (MAKE_DK) {
         float dp[TILES][QUERIES / 8][4];
         clear(dp);
-        multiply_rows<TILES, QUERIES, DV>(dp, v_tile, dout_tile);
+        multiply_rows<E, TILES, QUERIES, DV>(dp, v_tile, dout_tile);
         if constexpr (DROPS) drop_by_column(dp, kept);
         gradients_by_column(score, dp, stats + QUERIES, DROPS ? factor : 1);
-        pack_weights(weights, score);
-        multiply_weights<TILES, QUERIES, D>(dk, weights, q_tile);
+        pack_weights<E>(weights, score);
+        multiply_weights<E, TILES, QUERIES, D>(dk, weights, q_tile);
     }
 }
 
-template <int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS>
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
-    mma_backward_kv(const flash_task task, const mt_masks masks) {
+    mma_backward_kv(const flash_task<E> task, const mt_masks masks) {
     using size = backward_kv_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
@@ -449,7 +452,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         if constexpr (DROPS)
             draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen,
                            first_query + step % tiles * QUERIES, t.first, step % 2);
-        backward_kv_step<D, DV, MAKE_DK, MAKE_DV, DROPS>(
+        backward_kv_step<E, D, DV, MAKE_DK, MAKE_DV, DROPS>(
             dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, first_query + step % tiles * QUERIES,
             t.first + threadIdx.x / 32 * 16 * TILES, shape.scale, drawn.kept[threadIdx.x / 32], masks.kept);
     }
@@ -469,8 +472,9 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 /* Launches one block for every tile of `rows` queries or keys and each of `heads` heads (groups, for keys). */
-static void launch(void (*kernel)(flash_task, mt_masks), flash_task task, const mt_attention *a, bool of_keys, int rows,
-                   int bytes, mt_stream *stream) {
+template <class E>
+static void launch(void (*kernel)(flash_task<E>, mt_masks), flash_task<E> task, const mt_attention *a, bool of_keys,
+                   int rows, int bytes, mt_stream *stream) {
     int64_t heads = of_keys ? a->num_groups : a->num_heads;
     task.num_tiles = tile_count(&a->spans, of_keys, rows);
     task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
@@ -489,61 +493,74 @@ template <class SIZE, bool DROPS> static constexpr int bytes_by_column() {
     return SIZE::BYTES + (DROPS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
 }
 
-template <int D, int DV, bool DROPS> static bool forward(const mt_attention *a, mt_stream *stream) {
+template <class E, int D, int DV, bool DROPS> static bool forward(const mt_attention *a, mt_stream *stream) {
     using size = forward_size<D, DV>;
     const int bytes = bytes_by_row<size, DROPS>();
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    launch(mma_forward<D, DV, DROPS>, flash_task_of(a), a, false, size::QUERIES, bytes, stream);
+    launch(mma_forward<E, D, DV, DROPS>, flash_task_of<E>(a), a, false, size::QUERIES, bytes, stream);
     return true;
 }
 
-template <int D, int DV, bool DROPS>
-static void launch_backward_kv(const flash_task &task, const mt_attention *a, mt_stream *stream) {
+template <class E, int D, int DV, bool DROPS>
+static void launch_backward_kv(const flash_task<E> &task, const mt_attention *a, mt_stream *stream) {
     using size = backward_kv_size<D, DV>;
     const int bytes = bytes_by_column<size, DROPS>();
     if constexpr (DV <= 128) {
-        launch(mma_backward_kv<D, DV, true, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
     } else {
-        launch(mma_backward_kv<D, DV, true, false, DROPS>, task, a, true, size::KEYS, bytes, stream);
-        launch(mma_backward_kv<D, DV, false, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, false, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, false, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
     }
 }
 
-template <int DV> static void row_dots(const mt_attention *a, mt_stream *stream) {
+template <class E, int DV> static void row_dots_of_size(const mt_attention *a, mt_stream *stream) {
     int blocks = tile_count(&a->spans, false, ROW_DOT_QUERIES);
     if (blocks == 0) return;
-    mma_row_dots<DV><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(flash_task_of(a));
+    mma_row_dots<E, DV><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(flash_task_of<E>(a));
     MT_CUDA_LAUNCHED();
 }
 
-void mt_attention_row_dots(const mt_attention *a, mt_stream *stream) {
+template <class E> static void row_dots(const mt_attention *a, mt_stream *stream) {
     int64_t DV = a->value_size;
-    return DV <= 64 ? row_dots<64>(a, stream) : DV <= 128 ? row_dots<128>(a, stream) : row_dots<256>(a, stream);
+    if (DV <= 64) return row_dots_of_size<E, 64>(a, stream);
+    return DV <= 128 ? row_dots_of_size<E, 128>(a, stream) : row_dots_of_size<E, 256>(a, stream);
 }
 
-template <int D, int DV, bool DROPS> static bool backward(const mt_attention *a, mt_stream *stream) {
+void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    return dtype == MT_F16 ? row_dots<__half>(a, stream) : row_dots<bf16>(a, stream);
+}
+
+template <class E, int D, int DV, bool DROPS> static bool backward(const mt_attention *a, mt_stream *stream) {
     using size = backward_q_size<D, DV>;
     const int bytes = bytes_by_row<size, DROPS>(), kv_bytes = bytes_by_column<backward_kv_size<D, DV>, DROPS>();
     if ((bytes > kv_bytes ? bytes : kv_bytes) > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    mt_attention_row_dots(a, stream);
-    launch(mma_backward_q<D, DV, DROPS>, flash_task_of(a), a, false, size::QUERIES, bytes, stream);
-    over_disjoint_keys(a, stream, launch_backward_kv<D, DV, DROPS>);
+    row_dots<E>(a, stream);
+    launch(mma_backward_q<E, D, DV, DROPS>, flash_task_of<E>(a), a, false, size::QUERIES, bytes, stream);
+    over_disjoint_keys<E>(a, stream, launch_backward_kv<E, D, DV, DROPS>);
     return true;
 }
 
 /* A tile has the smallest of these channel counts that holds a head; channels past the head's are 0. */
-template <bool DROPS> static bool forward_of_size(const mt_attention *a, mt_stream *stream) {
+template <class E, bool DROPS> static bool forward_of_size(const mt_attention *a, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return forward<64, 64, DROPS>(a, stream);
-    if (D <= 128 && DV <= 128) return forward<128, 128, DROPS>(a, stream);
-    return D <= 192 && DV <= 128 ? forward<192, 128, DROPS>(a, stream) : forward<256, 256, DROPS>(a, stream);
+    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS>(a, stream);
+    if (D <= 128 && DV <= 128) return forward<E, 128, 128, DROPS>(a, stream);
+    return D <= 192 && DV <= 128 ? forward<E, 192, 128, DROPS>(a, stream) : forward<E, 256, 256, DROPS>(a, stream);
 }
 
-template <bool DROPS> static bool backward_of_size(const mt_attention *a, mt_stream *stream) {
+template <class E, bool DROPS> static bool backward_of_size(const mt_attention *a, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return backward<64, 64, DROPS>(a, stream);
-    if (D <= 128 && DV <= 128) return backward<128, 128, DROPS>(a, stream);
-    return D <= 192 && DV <= 128 ? backward<192, 128, DROPS>(a, stream) : backward<256, 256, DROPS>(a, stream);
+    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS>(a, stream);
+    if (D <= 128 && DV <= 128) return backward<E, 128, 128, DROPS>(a, stream);
+    return D <= 192 && DV <= 128 ? backward<E, 192, 128, DROPS>(a, stream) : backward<E, 256, 256, DROPS>(a, stream);
+}
+
+template <class E> static bool forward_of_type(const mt_attention *a, mt_stream *stream) {
+    return a->dropout.p > 0 ? forward_of_size<E, true>(a, stream) : forward_of_size<E, false>(a, stream);
+}
+
+template <class E> static bool backward_of_type(const mt_attention *a, mt_stream *stream) {
+    return a->dropout.p > 0 ? backward_of_size<E, true>(a, stream) : backward_of_size<E, false>(a, stream);
 }
 
 static bool mma_serves(const mt_attention *a, mt_dtype dtype) {
@@ -554,10 +571,10 @@ static bool mma_serves(const mt_attention *a, mt_dtype dtype) {
 extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     bool drops = a->dropout.p > 0;
     if (!mma_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS) || (drops && a->pages.table)) return false;
-    return drops ? forward_of_size<true>(a, stream) : forward_of_size<false>(a, stream);
+    return dtype == MT_F16 ? forward_of_type<__half>(a, stream) : forward_of_type<bf16>(a, stream);
 }
 
 extern "C" bool mt_attention_mma_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     if (!mma_serves(a, dtype)) return false;
-    return a->dropout.p > 0 ? backward_of_size<true>(a, stream) : backward_of_size<false>(a, stream);
+    return dtype == MT_F16 ? backward_of_type<__half>(a, stream) : backward_of_type<bf16>(a, stream);
 }

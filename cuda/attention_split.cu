@@ -331,7 +331,7 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     leave(task, t, parts);
 }
 
-/* ---- keys on tensor cores, in bf16 ------------------------------------------------------------------------------- */
+/* ---- keys on tensor cores, in bf16 and fp16 ---------------------------------------------------------------------- */
 
 /* The tensor core multiplies up to ROWS queries (of the heads of a group) by TILE keys. Keys and values go straight
  * from global memory to the registers that are its operands, with loads of 16 bytes: a sum over channels may be taken
@@ -342,7 +342,7 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
 enum { TILE = 16, ROWS = 8 };
 
 /* Loads 16 bytes, bypassing L1: no key is read twice by a multiprocessor. */
-__device__ static inline uint4 load_once(const __nv_bfloat16 *from, bool there) {
+__device__ static inline uint4 load_once(const void *from, bool there) {
     uint4 word = {};
     if (there)
         asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -353,16 +353,16 @@ __device__ static inline uint4 load_once(const __nv_bfloat16 *from, bool there) 
 
 /* The lane's parts of the keys and values of a tile; `from` is its place in row 0 of the tile. Zeros where fewer than
  * `count` keys are left. */
-template <int KS>
-__device__ static inline void load_keys(uint4 (&k)[2][KS], const __nv_bfloat16 *from, int stride, int count) {
+template <int KS, class E>
+__device__ static inline void load_keys(uint4 (&k)[2][KS], const E *from, int stride, int count) {
     int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
         for (int i = 0; i < KS; i++) k[j][i] = load_once(from + 8 * j * stride + 32 * i, g + 8 * j < count);
 }
-template <int VS>
-__device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16 *from, int stride, int count) {
+template <int VS, class E>
+__device__ static inline void load_values(uint4 (&v)[4][VS], const E *from, int stride, int count) {
     int s = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -374,7 +374,7 @@ __device__ static inline void load_values(uint4 (&v)[4][VS], const __nv_bfloat16
 
 /* weights[8 j + e] of query g: of keys 8 j + 2 s + e of the tile. The softmax so far, `max` and this lane's part of
  * `sum`, is updated; returns the factor for the sums of earlier keys. */
-template <int KS>
+template <class E, int KS>
 __device__ static inline float weigh_keys(float (&weights)[2][2], float &max, float &sum, const uint4 (&q)[KS][32],
                                           const uint4 (&k)[2][KS], float scale, int first, int end) {
     float scores[2][4] = {}, largest = -INFINITY;
@@ -384,8 +384,8 @@ __device__ static inline float weigh_keys(float (&weights)[2][2], float &max, fl
         const uint32_t front[4] = {part.x, 0, part.y, 0}, back[4] = {part.z, 0, part.w, 0};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            mt_mma(scores[j], front, k[j][i].x, k[j][i].y);
-            mt_mma(scores[j], back, k[j][i].z, k[j][i].w);
+            mt_mma_of<E>(scores[j], front, k[j][i].x, k[j][i].y);
+            mt_mma_of<E>(scores[j], back, k[j][i].z, k[j][i].w);
         }
     }
 #pragma unroll
@@ -405,7 +405,7 @@ __device__ static inline float weigh_keys(float (&weights)[2][2], float &max, fl
 }
 
 /* out[i][j][e + 2 c]: channel 64 i + 8 g + 2 j + c of query 2 s + e. */
-template <int VS>
+template <class E, int VS>
 __device__ static inline void add_values(float (&out)[VS][4][4], const float (&weights)[2][2], float shrink,
                                          const uint4 (&v)[4][VS]) {
     if (__any_sync(0xffffffff, shrink != 1)) {
@@ -414,7 +414,8 @@ __device__ static inline void add_values(float (&out)[VS][4][4], const float (&w
 #pragma unroll
         for (int i = 0; i < VS * 16; i++) out[i / 16][i / 4 % 4][i % 4] *= shrinks[i % 2];
     }
-    uint32_t low = mt_pack_bf16(weights[0][0], weights[0][1]), high = mt_pack_bf16(weights[1][0], weights[1][1]);
+    uint32_t low = mt_pair_from_float(E(), weights[0][0], weights[0][1]);
+    uint32_t high = mt_pair_from_float(E(), weights[1][0], weights[1][1]);
 #pragma unroll
     for (int i = 0; i < VS; i++)
 #pragma unroll
@@ -426,13 +427,13 @@ __device__ static inline void add_values(float (&out)[VS][4][4], const float (&w
 #pragma unroll
             for (int n = 0; n < 4; n++) // the even channel of keys 0 and 1, the odd one, and the same of keys 2 and 3
                 pairs[n] = __byte_perm(keys[n / 2 * 2], keys[n / 2 * 2 + 1], n % 2 ? 0x7632 : 0x5410);
-            mt_mma(out[i][j], pairs, low, high);
+            mt_mma_of<E>(out[i][j], pairs, low, high);
         }
 }
 
 /* As split_keys, with M = ROWS. KS: channels of a key / 32; VS: of a value / 64. `joins`: the splits of a span are a
  * cluster, which writes the results. A warp has one tile on its way; the multiprocessor's others hide the latency. */
-template <int KS, int VS, bool joins>
+template <class E, int KS, int VS, bool joins>
 __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(split_task task) {
     const mt_attention &a = task.shape;
     __shared__ uint4 q[KS][32];
@@ -448,11 +449,10 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
     int row = min(t.first_row + g, t.rows - 1), query = row / t.per_group,
         head = t.group * t.per_group + row % t.per_group;
     int first = max(t.begin, query - t.seen.behind), end = min(t.end, query + t.seen.ahead + 1);
-    const __nv_bfloat16 *q_row =
-        (const __nv_bfloat16 *)a.q + (t.span.q_start + query) * a.q_stride + head * a.head_size + 8 * s;
+    const E *q_row = (const E *)a.q + (t.span.q_start + query) * a.q_stride + head * a.head_size + 8 * s;
     int k_stride = (int)a.k_stride, v_stride = (int)a.v_stride;
-    const __nv_bfloat16 *keys = (const __nv_bfloat16 *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
-    const __nv_bfloat16 *values = (const __nv_bfloat16 *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
+    const E *keys = (const E *)a.k + t.group * a.head_size + g * k_stride + 8 * s;
+    const E *values = (const E *)a.v + t.group * a.value_size + 2 * s * v_stride + 8 * g;
     float out[VS][4][4] = {}, max = -INFINITY, sum = 0;
     int tile = t.begin < t.end ? t.begin / TILE * TILE + warp * TILE : t.end;
     mt_wait_for_previous();
@@ -467,8 +467,8 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
         int at = (int)mt_key_row(a.pages, t.span.k_start + tile);
         load_keys(k, keys + (int64_t)at * k_stride, k_stride, t.end - tile);
         load_values(v, values + (int64_t)at * v_stride, v_stride, t.end - tile);
-        float shrink = weigh_keys(weights, max, sum, q, k, a.scale * 1.44269504f, first - tile, end - tile);
-        add_values(out, weights, shrink, v);
+        float shrink = weigh_keys<E>(weights, max, sum, q, k, a.scale * 1.44269504f, first - tile, end - tile);
+        add_values<E>(out, weights, shrink, v);
     }
     for (int bit = 1; bit < 4; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
     if (s == 0) parts.max[warp][g] = max, parts.sum[warp][g] = sum;
@@ -477,7 +477,7 @@ __global__ void __launch_bounds__(32 * WARPS, KS > 4 ? 3 : 4) split_keys_mma(spl
         parts.values[warp][2 * s + i % 2][i / 16 * 64 + 8 * g + i / 4 % 4 * 2 + i % 4 / 2] =
             out[i / 16][i / 4 % 4][i % 4];
     if (joins)
-        join_cluster<__nv_bfloat16>(task, task_of_block, parts);
+        join_cluster<E>(task, task_of_block, parts);
     else
         leave(task, task_of_block, parts);
 }
@@ -538,18 +538,18 @@ template <class E> static void launch_join(const split_task &task, dim3 grid, cu
 typedef void split_kernel(split_task);
 
 /* The kernel on tensor cores for this shape; NULL: there is none. */
-static split_kernel *kernel_mma(const mt_attention *a, bool joins) {
+template <class E> static split_kernel *kernel_mma(const mt_attention *a, bool joins) {
     if (!pages_serve(a, TILE)) return NULL;
     int64_t D = a->head_size, Dv = a->value_size;
-    if (D == 64 && Dv == 64) return joins ? split_keys_mma<2, 1, true> : split_keys_mma<2, 1, false>;
-    if (D == 128 && Dv == 128) return joins ? split_keys_mma<4, 2, true> : split_keys_mma<4, 2, false>;
-    if (D == 192 && Dv == 128) return joins ? split_keys_mma<6, 2, true> : split_keys_mma<6, 2, false>;
+    if (D == 64 && Dv == 64) return joins ? split_keys_mma<E, 2, 1, true> : split_keys_mma<E, 2, 1, false>;
+    if (D == 128 && Dv == 128) return joins ? split_keys_mma<E, 4, 2, true> : split_keys_mma<E, 4, 2, false>;
+    if (D == 192 && Dv == 128) return joins ? split_keys_mma<E, 6, 2, true> : split_keys_mma<E, 6, 2, false>;
     return NULL;
 }
 
 /* Enqueues the kernel on tensor cores; false: another one must do it. */
-static bool launch_mma(const split_task &task, dim3 grid, cudaStream_t stream, bool joins) {
-    split_kernel *kernel = kernel_mma(&task.shape, joins);
+template <class E> static bool launch_mma(const split_task &task, dim3 grid, cudaStream_t stream, bool joins) {
+    split_kernel *kernel = kernel_mma<E>(&task.shape, joins);
     if (!kernel) return false;
     int64_t rows = task.max_queries * (task.shape.num_heads / task.shape.num_groups);
     grid.y = (unsigned)(task.shape.num_groups * mt_divide_up(rows, ROWS));
@@ -567,9 +567,9 @@ static bool launch_mma(const split_task &task, dim3 grid, cudaStream_t stream, b
 }
 
 template <class E> static void launch(const split_task &task, dim3 grid, cudaStream_t stream) {
-    if (sizeof(E) == 2) {
+    if constexpr (sizeof(E) == 2) {
         bool joins = grid.x <= MAX_CLUSTER && mt_cuda_kernel_arch() >= 90;
-        if (launch_mma(task, grid, stream, joins)) {
+        if (launch_mma<E>(task, grid, stream, joins)) {
             if (!joins) launch_join<E>(task, grid, stream);
             return;
         }

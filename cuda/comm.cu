@@ -153,7 +153,10 @@ static ncclComm_t mt_comm(const mt_group *group) {
 
 static ncclDataType_t mt_nccl_type(mt_dtype dtype) {
     MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64);
-    return dtype == MT_F32 ? ncclFloat32 : dtype == MT_BF16 ? ncclBfloat16 : dtype == MT_F16 ? ncclFloat16 : ncclFloat64;
+    return dtype == MT_F32    ? ncclFloat32
+           : dtype == MT_BF16 ? ncclBfloat16
+           : dtype == MT_F16  ? ncclFloat16
+                              : ncclFloat64;
 }
 #else
 extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {

@@ -13,8 +13,8 @@
  * da). Spans of a few tokens take the recurrence token by token, which reads and writes a state once.
  *
  * q and k stay as they are in memory: their lengths, decays and beta scale rows of results in fp32, or rows of the
- * other operand. Products of bf16 and fp16 operands run on tensor cores and accumulate in fp32; those of fp32 operands are
- * exact. Sums have one order. */
+ * other operand. Products of bf16 and fp16 operands run on tensor cores and accumulate in fp32; those of fp32 operands
+ * are exact. Sums have one order. */
 #include "linear_attention.cuh"
 
 #include <mma.h>

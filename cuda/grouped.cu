@@ -12,6 +12,7 @@
 #include "experts.cuh"
 #include "grouped.h"
 #include "mma.cuh"
+#include "vector.cuh"
 
 typedef __nv_bfloat16 bf16;
 
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(THREADS) grouped_ffma(Out *out, const T *a, co
         }
 }
 
-/* ---- tensor cores: bf16 ------------------------------------------------------------------------------------------ */
+/* ---- tensor cores: bf16 and fp16 --------------------------------------------------------------------------------- */
 
 /* Two stages, each a tile of `a` and a tile of `b` with 64 elements of the summed dimension. A warp computes 64 x 32 of
  * the result. */
@@ -143,8 +144,8 @@ enum { DEPTH = 64, TILE = 128 * DEPTH * 2, MMA_BYTES = 4 * TILE };
 
 /* Starts the copy of the tile [HEIGHT, WIDTH] at (row, col). WIDE is false if rows are not aligned to 16 bytes;
  * elements are copied one by one then. */
-template <int HEIGHT, int WIDTH, bool WIDE>
-__device__ __forceinline__ void load_tile(uint32_t to, const view<bf16> &from, int row, int col) {
+template <int HEIGHT, int WIDTH, bool WIDE, class T>
+__device__ __forceinline__ void load_tile(uint32_t to, const view<T> &from, int row, int col) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < HEIGHT * WIDTH / 8; i += THREADS) {
         const int r = row + i / (WIDTH / 8), c = col + i % (WIDTH / 8) * 8;
@@ -154,8 +155,8 @@ __device__ __forceinline__ void load_tile(uint32_t to, const view<bf16> &from, i
             mt_copy16_async(place, exists ? from.at(r, c) : from.data, exists);
         } else {
             for (int j = 0; j < 8; j += 2) {
-                const uint32_t low = from.has(r, c + j) ? __bfloat16_as_ushort(*from.at(r, c + j)) : 0;
-                const uint32_t high = from.has(r, c + j + 1) ? __bfloat16_as_ushort(*from.at(r, c + j + 1)) : 0;
+                const uint32_t low = from.has(r, c + j) ? *(const uint16_t *)from.at(r, c + j) : 0;
+                const uint32_t high = from.has(r, c + j + 1) ? *(const uint16_t *)from.at(r, c + j + 1) : 0;
                 mt_store_shared(place + j * 2, low | high << 16);
             }
         }
@@ -163,8 +164,8 @@ __device__ __forceinline__ void load_tile(uint32_t to, const view<bf16> &from, i
 }
 
 /* The tile of operand `a` (or `b`) for the part of the sum that begins at `inner`. */
-template <bool TRANSPOSED, bool WIDE>
-__device__ __forceinline__ void load_operand(uint32_t to, const view<bf16> &from, int row, int inner) {
+template <bool TRANSPOSED, bool WIDE, class T>
+__device__ __forceinline__ void load_operand(uint32_t to, const view<T> &from, int row, int inner) {
     if (TRANSPOSED)
         load_tile<DEPTH, 128, WIDE>(to, from, inner, row);
     else
@@ -172,7 +173,7 @@ __device__ __forceinline__ void load_operand(uint32_t to, const view<bf16> &from
 }
 
 /* c += a b over 64 elements of the summed dimension, for this warp's corner (row, col). */
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+template <class T, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&c)[4][4][4], uint32_t a_tile, uint32_t b_tile, int row,
                                                int col) {
     const uint32_t down = mt_lane_down(), across = mt_lane_across();
@@ -194,7 +195,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4][4][4], uint32_t a_t
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) mt_mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            for (int j = 0; j < 4; j++) mt_mma_of<T>(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
 
@@ -208,20 +209,20 @@ __device__ __forceinline__ void store_pair(Out *to, float x, float y, int exist,
         if constexpr (sizeof(Out) == 4)
             *(float2 *)to = make_float2(x, y);
         else
-            *(uint32_t *)to = mt_pack_bf16(x, y);
+            *(uint32_t *)to = mt_pair_from_float(Out(), x, y);
         return;
     }
     if (exist > 0) to[0] = mt_from_float<Out>(x);
     if (exist > 1) to[1] = mt_from_float<Out>(y);
 }
 
-template <class Out, mt_grouped_kind KIND, bool WIDE>
-__global__ void __launch_bounds__(THREADS) grouped_mma(Out *out, const bf16 *a, const bf16 *b, const group_task task) {
+template <class T, class Out, mt_grouped_kind KIND, bool WIDE>
+__global__ void __launch_bounds__(THREADS) grouped_mma(Out *out, const T *a, const T *b, const group_task task) {
     constexpr bool A_TRANSPOSED = KIND == MT_GROUPED_BACKWARD_WEIGHT, B_TRANSPOSED = KIND != MT_GROUPED_FORWARD;
     extern __shared__ __align__(1024) char memory[];
     group_tile t;
     if (!find_tile<KIND>(task, t)) return;
-    const view<bf16> from_a = view_of_a<bf16, KIND>(task, t, a), from_b = view_of_b<bf16, KIND>(task, t, b);
+    const view<T> from_a = view_of_a<T, KIND>(task, t, a), from_b = view_of_b<T, KIND>(task, t, b);
     const uint32_t at = mt_shared_address(memory);
     const int inner = inner_of<KIND>(task, t), warp = threadIdx.x / 32, my_row = warp / 4 * 64, my_col = warp % 4 * 32;
     float c[4][4][4] = {};
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(THREADS) grouped_mma(Out *out, const bf16 *a, 
         mt_copies_wait();
         __syncthreads();
         if (k + DEPTH < inner) load(k + DEPTH);
-        multiply_tiles<A_TRANSPOSED, B_TRANSPOSED>(c, tile, tile + TILE, my_row, my_col);
+        multiply_tiles<T, A_TRANSPOSED, B_TRANSPOSED>(c, tile, tile + TILE, my_row, my_col);
     }
     const int rows = rows_of_result<KIND>(task, t), lane = threadIdx.x % 32;
 #pragma unroll
@@ -281,12 +282,12 @@ template <class T, class Out, mt_grouped_kind KIND> static void launch_ffma(cons
     MT_CUDA_LAUNCHED();
 }
 
-template <class Out, mt_grouped_kind KIND, bool WIDE> static void launch_mma(const mt_grouped_call *call) {
+template <class T, class Out, mt_grouped_kind KIND, bool WIDE> static void launch_mma(const mt_grouped_call *call) {
     group_task task = task_of(call);
-    auto kernel = grouped_mma<Out, KIND, WIDE>;
+    auto kernel = grouped_mma<T, Out, KIND, WIDE>;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MMA_BYTES));
     kernel<<<blocks_of(call, task), THREADS, MMA_BYTES, mt_cuda_stream(call->stream)>>>(
-        (Out *)call->out, (const bf16 *)call->a, (const bf16 *)call->b, task);
+        (Out *)call->out, (const T *)call->a, (const T *)call->b, task);
     MT_CUDA_LAUNCHED();
 }
 
@@ -300,18 +301,19 @@ extern "C" bool mt_grouped_definition(const mt_grouped_call *call) {
     return MT_CUDA_DISPATCH(call->dtype, definition_of, call);
 }
 
-template <bool WIDE> static bool mma(const mt_grouped_call *call) {
-    if (call->kind == MT_GROUPED_FORWARD) launch_mma<bf16, MT_GROUPED_FORWARD, WIDE>(call);
-    if (call->kind == MT_GROUPED_BACKWARD_INPUT) launch_mma<bf16, MT_GROUPED_BACKWARD_INPUT, WIDE>(call);
-    if (call->kind == MT_GROUPED_BACKWARD_WEIGHT) launch_mma<float, MT_GROUPED_BACKWARD_WEIGHT, WIDE>(call);
+template <class T, bool WIDE> static bool mma(const mt_grouped_call *call) {
+    if (call->kind == MT_GROUPED_FORWARD) launch_mma<T, T, MT_GROUPED_FORWARD, WIDE>(call);
+    if (call->kind == MT_GROUPED_BACKWARD_INPUT) launch_mma<T, T, MT_GROUPED_BACKWARD_INPUT, WIDE>(call);
+    if (call->kind == MT_GROUPED_BACKWARD_WEIGHT) launch_mma<T, float, MT_GROUPED_BACKWARD_WEIGHT, WIDE>(call);
     return true;
 }
 extern "C" bool mt_grouped_mma(const mt_grouped_call *call) {
-    if (call->dtype != MT_BF16) return false;
+    if (call->dtype == MT_F32) return false;
     uintptr_t addresses = (uintptr_t)call->out | (uintptr_t)call->a | (uintptr_t)call->b;
     int64_t strides = call->a_stride | call->b_stride | call->out_stride;
     bool wide = call->N % 8 == 0 && call->K % 8 == 0 && strides % 8 == 0 && addresses % 16 == 0;
-    return wide ? mma<true>(call) : mma<false>(call);
+    if (call->dtype == MT_F16) return wide ? mma<__half, true>(call) : mma<__half, false>(call);
+    return wide ? mma<bf16, true>(call) : mma<bf16, false>(call);
 }
 
 extern "C" bool mt_grouped_hopper(const mt_grouped_call *call); // defined in grouped_hopper.cu

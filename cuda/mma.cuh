@@ -8,7 +8,9 @@
 #define MT_MMA_CUH
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <stdint.h>
+#include <type_traits>
 
 __device__ __forceinline__ uint32_t mt_shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -55,6 +57,18 @@ __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], ui
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* The same for operands of E, bf16 or fp16. */
+template <class E>
+__device__ __forceinline__ void mt_mma_of(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<E, __half>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        mt_mma(c, a, b0, b1);
 }
 
 /* Converts two floats to a pair of bf16; the first is in the low half. */

@@ -117,8 +117,7 @@ __global__ void gradient_scale(float *scale, float *norm, const double *sum_of_s
 }
 
 extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *sum_of_squares,
-                                       const double *denominator, double loss_scale, float clip,
-                                       mt_stream *stream) {
+                                       const double *denominator, double loss_scale, float clip, mt_stream *stream) {
     gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, denominator, loss_scale, clip);
     MT_CUDA_LAUNCHED();
 }
@@ -215,7 +214,8 @@ static half_copy copy_of(const mt_update_args *a) {
     return {a->dtype == MT_F32 ? NULL : a->param, a->dtype == MT_F16};
 }
 
-template <int N> __device__ static inline void store_copy(half_copy copy, int64_t at, const mt_pack<float, N> &weights) {
+template <int N>
+__device__ static inline void store_copy(half_copy copy, int64_t at, const mt_pack<float, N> &weights) {
     if (!copy.to) return;
     if (copy.is_fp16)
         mt_store((__half *)copy.to + at, mt_from_float<__half>(weights));

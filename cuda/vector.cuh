@@ -139,13 +139,13 @@ template <class T, int N> __device__ static inline mt_pack<T, N> mt_from_float(c
         return pack;
     } else {
         mt_pack<T, N> pack;
-        for (int i = 0; i < N; i += 2)
-            pack.pairs[i / 2] = mt_pair_from_float(T(), wide.value[i], wide.value[i + 1]);
+        for (int i = 0; i < N; i += 2) pack.pairs[i / 2] = mt_pair_from_float(T(), wide.value[i], wide.value[i + 1]);
         return pack;
     }
 }
 
-/* Keeps a pack of 16-bit elements packed between two uses. Otherwise the compiler keeps its fp32 values, in twice the registers. */
+/* Keeps a pack of 16-bit elements packed between two uses. Otherwise the compiler keeps its fp32 values, in twice the
+ * registers. */
 template <class T, int N> __device__ static inline void mt_keep_packed(mt_pack<T, N> &pack) {
     if constexpr (!std::is_same_v<T, float> && N > 1)
         for (int i = 0; i < N / 2; i++) asm volatile("" : "+r"(pack.pairs[i]));
