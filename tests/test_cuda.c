@@ -27,8 +27,8 @@ typedef struct buffer {
 typedef struct run {
     const mt_ops *ops;
     mt_stream *stream;
-    mt_dtype dtype;    // of activations and parameters
-    bool round_inputs; // to bf16, for the answer to a bf16 run
+    mt_dtype dtype;   // of activations and parameters
+    mt_dtype rounded; // that of the inputs for the answer to a run in bf16 or fp16; else MT_F32
     uint64_t seed;
     int64_t num_buffers;
     buffer buffers[MAX_BUFFERS];
@@ -38,13 +38,13 @@ typedef struct run {
 typedef enum fill { POISON, NORMAL, POSITIVE, ONES } fill;
 
 static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
-    if (dtype == MT_BF16) ((uint16_t *)data)[i] = mt_f32_to_bf16((float)value);
+    if (mt_dtype_is_half(dtype)) ((uint16_t *)data)[i] = mt_f32_to_half((float)value, dtype);
     if (dtype == MT_F32) ((float *)data)[i] = (float)value;
     if (dtype == MT_F64) ((double *)data)[i] = value;
 }
 
 static double read_element(const void *data, int64_t i, mt_dtype dtype) {
-    if (dtype == MT_BF16) return mt_bf16_to_f32(((const uint16_t *)data)[i]);
+    if (mt_dtype_is_half(dtype)) return mt_half_to_f32(((const uint16_t *)data)[i], dtype);
     if (dtype == MT_I32) return ((const int32_t *)data)[i];
     return dtype == MT_F32 ? ((const float *)data)[i] : ((const double *)data)[i];
 }
@@ -62,7 +62,7 @@ static void *upload(run *r, const void *data, int64_t count, mt_dtype dtype, boo
 /* A new buffer of the run: the same numbers in every run of one shape. */
 static void *numbers(run *r, mt_dtype dtype, int64_t count, fill with, bool is_output) {
     void *data = mt_malloc(count * mt_dtype_size(dtype));
-    bool rounds = dtype == MT_BF16 || (dtype == r->dtype && r->round_inputs);
+    mt_dtype rounded = dtype == r->dtype && r->rounded != MT_F32 ? r->rounded : dtype;
     for (int64_t i = 0; i < count; i++) {
         uint32_t words[4];
         mt_philox(words, r->seed + (uint64_t)r->num_buffers, (uint64_t)i, 0);
@@ -70,7 +70,8 @@ static void *numbers(run *r, mt_dtype dtype, int64_t count, fill with, bool is_o
         if (with == NORMAL) value = (uniform + (words[1] + 0.0 + words[2] + words[3]) * 0x1p-32 - 2) * 1.7320508;
         if (with == POSITIVE) value = 0.5 + uniform;
         if (with == ONES) value = words[2] % 4 ? 1 : 0;
-        if (rounds && with != POISON) value = mt_bf16_to_f32(mt_f32_to_bf16((float)value));
+        if (mt_dtype_is_half(rounded) && with != POISON)
+            value = mt_half_to_f32(mt_f32_to_half((float)value, rounded), rounded);
         write_element(data, i, dtype, value);
     }
     void *device = upload(r, data, count, dtype, is_output);
@@ -848,13 +849,13 @@ typedef void update_operation(const mt_update_args *a, const mt_update *update, 
 static void update_step(run *r, const int64_t *n, update_operation *step, bool two_states) {
     int64_t first = n[1], room = n[0] + first;
     mt_update update = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - 0.9f, 1 - 0.95f};
-    bool is_bf16 = r->dtype == MT_BF16 || r->round_inputs;
-    char *param = is_bf16 ? output(r, room) : changed(r, room);
-    float *master = is_bf16 ? float_changed(r, room, NORMAL) : NULL;
+    bool is_half = r->dtype != MT_F32 || r->rounded != MT_F32;
+    char *param = is_half ? output(r, room) : changed(r, room);
+    float *master = is_half ? float_changed(r, room, NORMAL) : NULL;
     float *m = float_changed(r, room, NORMAL), *v = two_states ? float_changed(r, room, POSITIVE) : NULL;
     float *grad = float_input(r, room, NORMAL), *scale = float_input(r, 1, POSITIVE);
     mt_update_args a = {.n = n[0], .m = m + first, .v = v ? v + first : NULL, .grad = grad + first, .scale = scale};
-    if (r->dtype == MT_F32 && is_bf16) { // the answer in fp32: the step on `master`, whose copy is the parameter
+    if (r->dtype == MT_F32 && is_half) { // the answer in fp32: the step on `master`, whose copy is the parameter
         a.param = master + first;
         step(&a, &update, r->stream);
         r->ops->memory_copy((float *)param + first, master + first, n[0] * 4, r->stream);
@@ -1347,7 +1348,7 @@ typedef struct operation {
     void (*test)(run *r, const int64_t *sizes);
     double bf16_tolerance;
     const int64_t (*shapes)[MAX_SIZES]; // to the first whose first size is 0
-    double worst[2];                    // errors found, fp32 and bf16
+    double worst[3];                    // errors found: fp32, bf16, fp16
 } operation;
 
 /* Sizes, which each test names above. */
@@ -1798,9 +1799,8 @@ typedef struct results {
 } results;
 
 static void execute(results *out, const operation *op, const int64_t *sizes, const mt_ops *ops, mt_stream *stream,
-                    mt_dtype dtype, bool round_inputs) {
-    run r = {
-        .ops = ops, .stream = stream, .dtype = dtype, .round_inputs = round_inputs, .seed = (uint64_t)sizes[0] << 8};
+                    mt_dtype dtype, mt_dtype rounded) {
+    run r = {.ops = ops, .stream = stream, .dtype = dtype, .rounded = rounded, .seed = (uint64_t)sizes[0] << 8};
     op->test(&r, sizes);
     ops->stream_synchronize(stream);
     out->count = 0;
@@ -1853,7 +1853,8 @@ static int64_t farthest(const buffer *actual, const buffer *answer) {
  */
 static void expect_close(operation *op, const results *actual, const results *answer, mt_dtype dtype,
                          const char *place) {
-    double *worst = &op->worst[dtype == MT_BF16], tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
+    double *worst = &op->worst[dtype], tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance; // MT_F32 0, MT_BF16 1
+    if (dtype == MT_F16) tolerance = fmax(tolerance / 4, 1e-5); // three more bits, and subnormal numbers cost some
     assert_int_equal(actual->count, answer->count);
     for (int64_t i = 0; i < answer->count; i++) {
         double error = relative_error(&actual->outputs[i], &answer->outputs[i]);
@@ -1879,9 +1880,9 @@ static bool is_fused(const operation *op) {
 
 static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     results actual, again, answer;
-    execute(&answer, op, sizes, &mt_cpu_ops, NULL, MT_F32, dtype == MT_BF16);
-    execute(&actual, op, sizes, gpu, gpu_stream, dtype, false);
-    execute(&again, op, sizes, gpu, gpu_stream, dtype, false);
+    execute(&answer, op, sizes, &mt_cpu_ops, NULL, MT_F32, dtype);
+    execute(&actual, op, sizes, gpu, gpu_stream, dtype, MT_F32);
+    execute(&again, op, sizes, gpu, gpu_stream, dtype, MT_F32);
     char place[200];
     snprintf(place, sizeof place, "%s %s {%lld, %lld, %lld, %lld, %lld, %lld, %lld, %lld}", op->name,
              mt_dtype_name(dtype), (long long)sizes[0], (long long)sizes[1], (long long)sizes[2], (long long)sizes[3],
@@ -1894,7 +1895,7 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     }
     if (is_fused(op)) { // also against the operations that it stands for, on the GPU itself
         results unfused;
-        execute(&unfused, op, sizes, &gpu_unfused, gpu_stream, dtype, false);
+        execute(&unfused, op, sizes, &gpu_unfused, gpu_stream, dtype, MT_F32);
         expect_close(op, &actual, &unfused, dtype, place);
         results_free(&unfused);
     }
@@ -1911,6 +1912,7 @@ static void gpu_agrees_with_cpu(void **state) {
     for (int64_t i = 0; op->shapes[i][0] != 0; i++) {
         compare(op, op->shapes[i], MT_F32);
         compare(op, op->shapes[i], MT_BF16);
+        compare(op, op->shapes[i], MT_F16);
     }
     assert_int_equal(failures, 0);
 }
@@ -2156,9 +2158,10 @@ static void close_gpu(void) {
     if (!gpu) return;
     gpu->stream_destroy(gpu_stream);
     gpu->memory_free(workspace);
-    printf("\n%-26s %12s %12s\n", "worst error", "fp32", "bf16");
+    printf("\n%-26s %12s %12s %12s\n", "worst error", "fp32", "bf16", "fp16");
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        printf("%-26s %12.2e %12.2e\n", operations[i].name, operations[i].worst[0], operations[i].worst[1]);
+        printf("%-26s %12.2e %12.2e %12.2e\n", operations[i].name, operations[i].worst[0], operations[i].worst[1],
+               operations[i].worst[2]);
 }
 
 int main(int argc, char **argv) {

@@ -1,5 +1,5 @@
-/* Every rung of the GPU's attention and cuDNN's against the CPU's in fp32, on the same inputs: values of bf16. Rows
- * stand in a fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
+/* Every rung of the GPU's attention and cuDNN's against the CPU's in fp32, on the same inputs: values of bf16, or fp16.
+ * Rows stand in a fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
  *
  * Tolerances, of norms: a bf16 keeps 8 bits, so rounding is 2^-9 of an element at most and about 1.1e-3 in norm.
  * Outputs are rounded once, and weights before they meet values: 1.6e-3 expected, 4e-3 allowed. Gradients are rounded
@@ -13,7 +13,20 @@
 
 #include <cuda_runtime.h>
 
-static const uint16_t POISON = 0xA5A5; // in outputs, before anything is written
+static const uint16_t POISON = 0xF5A5; // in outputs, before anything is written; far from every answer
+static mt_dtype type = MT_BF16;        // of the operands
+
+static int in_fp16(void **state) {
+    (void)state;
+    type = MT_F16;
+    return 0;
+}
+
+static int in_bf16(void **state) {
+    (void)state;
+    type = MT_BF16;
+    return 0;
+}
 
 static uint16_t *new_poisoned(int64_t n) {
     uint16_t *x = mt_malloc(n * 2);
@@ -23,13 +36,13 @@ static uint16_t *new_poisoned(int64_t n) {
 
 static uint16_t *new_random(int64_t n) {
     uint16_t *x = mt_malloc(n * 2);
-    for (int64_t i = 0; i < n; i++) x[i] = mt_f32_to_bf16(random_float());
+    for (int64_t i = 0; i < n; i++) x[i] = mt_f32_to_half(random_float(), type);
     return x;
 }
 
 static float *as_floats(const uint16_t *x, int64_t n) {
     float *y = mt_malloc(n * 4);
-    for (int64_t i = 0; i < n; i++) y[i] = mt_bf16_to_f32(x[i]);
+    for (int64_t i = 0; i < n; i++) y[i] = mt_half_to_f32(x[i], type);
     return y;
 }
 
@@ -180,10 +193,10 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     if (p->dropout > 0) call.q_index = to_gpu(o->q_index, p->Tq * 8), call.k_index = to_gpu(o->k_index, p->Tk * 8);
     call.q = qkv, call.k = qkv + k, call.v = qkv + v;
     call.out = to_gpu(o->out, o->num_out * 2), call.lse = to_gpu(o->lse, o->num_lse * 4);
-    bool served = rung->forward(&call, MT_BF16, on);
+    bool served = rung->forward(&call, type, on);
     call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
     call.dout = to_gpu(o->dout, o->num_out * 2);
-    if (served) served = rung->backward(&call, MT_BF16, on);
+    if (served) served = rung->backward(&call, type, on);
     gpu->stream_synchronize(on);
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
@@ -211,7 +224,7 @@ static void describe(const problem *p) {
 /* Columns [first, first + width) of rows `stride` apart: near `want` where it was written, and untouched elsewhere. */
 static void assert_columns(const char *what, const problem *p, const uint16_t *got, const float *want, int64_t n,
                            int64_t stride, int64_t first, int64_t width, double tolerance) {
-    const float poison = mt_bf16_to_f32(POISON);
+    const float poison = mt_half_to_f32(POISON, type);
     double error = 0, size = 0, worst = 0, largest = 0;
     int64_t worst_at = -1, count = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -222,7 +235,7 @@ static void assert_columns(const char *what, const problem *p, const uint16_t *g
             describe(p);
             fail_msg("%s: row %d column %d was written", what, (int)(i / stride), (int)column);
         }
-        double w = (double)want[i], difference = fabs((double)mt_bf16_to_f32(got[i]) - w);
+        double w = (double)want[i], difference = fabs((double)mt_half_to_f32(got[i], type) - w);
         if (!(difference <= worst)) worst = difference, worst_at = i; // NaN too
         error += difference * difference;
         size += w * w;
@@ -232,7 +245,7 @@ static void assert_columns(const char *what, const problem *p, const uint16_t *g
     if (sqrt(error) <= tolerance * sqrt(size) + 1e-5 * sqrt((double)count) && worst <= 2e-2 * largest + 1e-5) return;
     describe(p);
     fail_msg("%s: error %.3g of norm %.3g; at row %d column %d %.5g, should be %.5g", what, sqrt(error), sqrt(size),
-             (int)(worst_at / stride), (int)(worst_at % stride), (double)mt_bf16_to_f32(got[worst_at]),
+             (int)(worst_at / stride), (int)(worst_at % stride), (double)mt_half_to_f32(got[worst_at], type),
              (double)want[worst_at]);
 }
 
@@ -306,7 +319,7 @@ static int must_serve(const problem *p) {
     if (p->dropout > 0) return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 #ifdef MT_HAVE_SM90A
     bool usual = p->D == Dv && (Dv == 64 || Dv == 128);
-    if (is_hopper() && (usual || latent)) return MT_NUM_ATTENTION_RUNGS - 1;
+    if (is_hopper() && type == MT_BF16 && (usual || latent)) return MT_NUM_ATTENTION_RUNGS - 1;
 #endif
     return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 }
@@ -734,7 +747,7 @@ static void check_not_a_number(const mt_attention_rung *rung, const problem *p, 
         int64_t row = i / (p->H * D), head = i / D % p->H;
         bool sees = operand == 0 ? row == at && head == per_group : row >= at && head / per_group == 1;
         if (operand == 2) sees &= i % D == 3;
-        bool wrong = isnan(mt_bf16_to_f32(o.out[row * o.out_stride + i % (p->H * D)])) != sees;
+        bool wrong = isnan(mt_half_to_f32(o.out[row * o.out_stride + i % (p->H * D)], type)) != sees;
         if (operand < 2) wrong |= isnan(o.lse[row * p->H + head]) != sees;
         if (!wrong || (operand == 2 && !sees)) continue; // 0 times the NaN of a later value is NaN too
         describe(p);
@@ -794,6 +807,9 @@ static void deterministic_auto_repeats_bit_for_bit(void **state) {
     outputs_free(&first), outputs_free(&again), outputs_free(&flash);
 }
 
+#define IN_FP16(test)                                                                                                  \
+    { #test " in fp16", test, in_fp16, in_bf16, NULL }
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_head_size_matches_the_cpu),
@@ -819,6 +835,18 @@ int main(void) {
         cmocka_unit_test(a_nan_in_attention_stays_a_nan),
         cmocka_unit_test(every_backend_of_the_table_matches_the_cpu),
         cmocka_unit_test(deterministic_auto_repeats_bit_for_bit),
+        IN_FP16(every_head_size_matches_the_cpu),
+        IN_FP16(values_narrower_or_wider_than_keys_match_the_cpu),
+        IN_FP16(queries_fewer_or_more_than_keys_match_the_cpu),
+        IN_FP16(windows_match_the_cpu),
+        IN_FP16(grouped_heads_match_the_cpu),
+        IN_FP16(random_spans_match_the_cpu),
+        IN_FP16(dropout_of_random_spans_matches_the_cpu),
+        IN_FP16(two_runs_repeat_bit_for_bit),
+        IN_FP16(cudnn_serves_batches_and_matches_the_cpu),
+        IN_FP16(a_nan_in_attention_stays_a_nan),
+        IN_FP16(every_backend_of_the_table_matches_the_cpu),
+        IN_FP16(deterministic_auto_repeats_bit_for_bit),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }

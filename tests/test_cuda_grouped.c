@@ -15,7 +15,7 @@ static float *new_random(int64_t n, mt_dtype dtype) {
     float *x = mt_malloc((n + 1) * 4);
     for (int64_t i = 0; i < n; i++) {
         x[i] = random_float();
-        if (dtype == MT_BF16) x[i] = mt_bf16_to_f32(mt_f32_to_bf16(x[i]));
+        if (dtype != MT_F32) x[i] = mt_half_to_f32(mt_f32_to_half(x[i], dtype), dtype);
     }
     return x;
 }
@@ -23,7 +23,8 @@ static float *new_random(int64_t n, mt_dtype dtype) {
 /* ==== one problem ================================================================================================ */
 
 enum { MAX_EXPERTS = 1024, GUARD = 64 };
-static const float POISON = -7.0f; // exact in bf16
+static const float POISON = -7.0f; // exact in bf16 and fp16
+static const mt_dtype types[3] = {MT_F32, MT_BF16, MT_F16};
 
 typedef struct problem {
     mt_dtype dtype;
@@ -99,7 +100,7 @@ static char *floats_to_gpu(const float *from, int64_t n, int64_t shift, mt_dtype
     int64_t size = mt_dtype_size(dtype);
     char *bytes = mt_calloc((n + shift) * size + 16);
     for (int64_t i = 0; i < n; i++) {
-        uint16_t half = mt_f32_to_bf16(from[i]);
+        uint16_t half = mt_f32_to_half(from[i], dtype);
         memcpy(bytes + (i + shift) * size, dtype == MT_F32 ? (const void *)&from[i] : (const void *)&half,
                (size_t)size);
     }
@@ -143,7 +144,7 @@ static float *run(const mt_grouped_rung *rung, const problem *p, const operands 
     for (int64_t i = 0; i < n; i++) {
         uint16_t half;
         memcpy(out_dtype == MT_F32 ? (void *)&out[i] : (void *)&half, bytes + i * out_size, (size_t)out_size);
-        if (out_dtype == MT_BF16) out[i] = mt_bf16_to_f32(half);
+        if (out_dtype != MT_F32) out[i] = mt_half_to_f32(half, out_dtype);
     }
     gpu->memory_free(a), gpu->memory_free(b), gpu->memory_free(d), gpu->memory_free(offsets), free(bytes);
     if (served) return out;
@@ -162,7 +163,7 @@ static void check_output(const char *name, const problem *p, mt_grouped_kind kin
         error += difference * difference, norm += answer[i] * answer[i];
         largest = fmax(largest, fabs(answer[i])), worst = fmax(worst, difference);
     }
-    bool rounded = p->dtype == MT_BF16 && kind != MT_GROUPED_BACKWARD_WEIGHT;
+    bool rounded = p->dtype != MT_F32 && kind != MT_GROUPED_BACKWARD_WEIGHT;
     double relative = sqrt(error / (norm + 1e-30)), allowed = rounded ? 4e-3 : 1e-5;
     if (relative > allowed || worst > (rounded ? 2e-2 : 1e-4) * largest)
         fail_msg("%s, kind %d, M %lld N %lld K %lld E %lld: off by %.2e in norm, by %.2e of the largest at worst", name,
@@ -199,9 +200,8 @@ static void every_number_of_rows_around_a_tile_matches_float64(void **state) {
     static const int64_t rows[] = {1, 0, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 0, 255, 256, 257, 3};
     static const int64_t sizes[][2] = {{264, 136}, {8, 8}, {128, 64}, {384, 256}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (int type = 0; type < 2; type++) {
-            problem p =
-                problem_of(type ? MT_BF16 : MT_F32, sizes[i][0], sizes[i][1], sizeof rows / sizeof *rows, rows, 0, 0);
+        for (int type = 0; type < 3; type++) {
+            problem p = problem_of(types[type], sizes[i][0], sizes[i][1], sizeof rows / sizeof *rows, rows, 0, 0);
             check(&p, type ? 2 : 1);
         }
 }
@@ -213,8 +213,8 @@ static void rows_of_no_expert_are_neither_read_nor_written(void **state) {
     static const int64_t around[][2] = {{0, 200}, {5, 1}, {130, 0}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         for (size_t j = 0; j < sizeof around / sizeof *around; j++)
-            for (int type = 0; type < 2; type++) {
-                problem p = problem_of(type ? MT_BF16 : MT_F32, 136, 328, 4, rows[i], around[j][0], around[j][1]);
+            for (int type = 0; type < 3; type++) {
+                problem p = problem_of(types[type], 136, 328, 4, rows[i], around[j][0], around[j][1]);
                 check(&p, type ? 2 : 1);
             }
 }
@@ -225,8 +225,8 @@ static void any_width_and_any_address_match_float64(void **state) {
     static const int64_t rows[] = {37, 0, 129, 1};
     static const int64_t sizes[][2] = {{1, 1}, {37, 53}, {130, 7}, {129, 257}, {12, 20}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (int type = 0; type < 2; type++) {
-            problem p = problem_of(type ? MT_BF16 : MT_F32, sizes[i][0], sizes[i][1], 4, rows, 0, 9);
+        for (int type = 0; type < 3; type++) {
+            problem p = problem_of(types[type], sizes[i][0], sizes[i][1], 4, rows, 0, 9);
             check(&p, type ? 2 : 1);
             p.shift = 1;
             check(&p, type ? 2 : 1);
@@ -265,12 +265,12 @@ static void many_tiles_match_float64(void **state) {
 static void random_problems_match_float64(void **state) {
     (void)state;
     if (!gpu) skip();
-    for (int i = 0; i < 20; i++) {
+    for (int i = 0; i < 21; i++) {
         int64_t rows[40], E = 1 + random_below(40);
         for (int64_t e = 0; e < E; e++) rows[e] = random_below(4) ? random_below(90) : 0;
-        problem p = problem_of(i % 4 ? MT_BF16 : MT_F32, 8 * (1 + random_below(50)), 8 * (1 + random_below(50)), E,
-                               rows, 0, random_below(100));
-        check(&p, i % 4 ? 2 : 1);
+        problem p = problem_of(types[i % 3], 8 * (1 + random_below(50)), 8 * (1 + random_below(50)), E, rows, 0,
+                               random_below(100));
+        check(&p, i % 3 ? 2 : 1);
     }
 }
 
