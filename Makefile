@@ -118,18 +118,17 @@ ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
-# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With 80 comes its PTX, which the driver
-# compiles for newer GPUs. wgmma and TMA need 90a.
-# Kernels need 80.
+# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With the newest of them comes its PTX, which the
+# driver compiles for newer GPUs; 75-virtual is PTX alone. wgmma and TMA need 90a. Kernels need 75.
 ifneq ($(and $(COMPILES),$(wildcard $(B)/config.mk),$(if $(filter cuda,$(WITHOUT)),,yes)),)
-OLD_ARCH := $(filter 3% 5% 6% 7%,$(CUDA_ARCH))
-$(if $(OLD_ARCH),$(error CUDA_ARCH=$(CUDA_ARCH): GPUs below compute capability 8.0 are not supported yet; leave out \
+OLD_ARCH := $(filter 3% 5% 6% 70% 72%,$(CUDA_ARCH))
+$(if $(OLD_ARCH),$(error CUDA_ARCH=$(CUDA_ARCH): GPUs below compute capability 7.5 are not supported; leave out \
 	$(OLD_ARCH), or build for the CPU without CUDA_ARCH))
 GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
-OLD_GPUS := $(filter 3.% 5.% 6.% 7.%,$(GPUS))
+OLD_GPUS := $(filter 3.% 5.% 6.% 7.0 7.2,$(GPUS))
 GPU_ARCH := $(subst .,,$(filter-out $(OLD_GPUS),$(GPUS)))
 ifeq ($(CUDA_ARCH)$(COUNTING)$(if $(OLD_GPUS),,none),)
-$(info a GPU of compute capability $(OLD_GPUS) is not supported yet: building for \
+$(info a GPU of compute capability $(OLD_GPUS) is not supported: building for \
 	$(or $(GPU_ARCH:%=CUDA_ARCH=%),the CPU; CUDA_ARCH=90a builds for other GPUs))
 endif
 endif
@@ -149,8 +148,12 @@ endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. -I$(B) $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
-ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC $(foreach a,$(ARCHS),-gencode=arch=compute_$a,code=sm_$a) \
-	$(if $(filter 80,$(ARCHS)),-gencode=arch=compute_80$(comma)code=compute_80) -I. \
+REAL_ARCHS := $(filter-out %-virtual,$(ARCHS))
+NEWEST_ARCH := $(shell printf '%s\n' $(filter-out %a,$(REAL_ARCHS)) | sort -n | tail -n 1)
+PTX_ARCHS := $(sort $(patsubst %-virtual,%,$(filter %-virtual,$(ARCHS))) $(NEWEST_ARCH))
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC \
+	$(foreach a,$(REAL_ARCHS),-gencode=arch=compute_$a,code=sm_$a) \
+	$(foreach a,$(PTX_ARCHS),-gencode=arch=compute_$a,code=compute_$a) -I. \
 	$(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm

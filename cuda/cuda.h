@@ -11,6 +11,13 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+/* The compute capability, times 10, that device code is compiled for. */
+#ifdef __CUDA_ARCH__
+#define MT_CUDA_KERNELS (__CUDA_ARCH__ / 10)
+#else
+#define MT_CUDA_KERNELS 80
+#endif
+
 /* A CUDA stream and the resources of its operations. Each stream has its own workspace; two streams never share one. */
 struct mt_stream {
     cudaStream_t stream;
@@ -125,6 +132,37 @@ template <> __device__ inline __half mt_from_float<__half>(float x) {
     return __float2half_rn(x);
 }
 
+/* The sum, or the largest or smallest number, of the lanes in `mask`, for all of them. */
+template <class X, class Combine> __device__ static inline X mt_warp_reduce(unsigned mask, X x, Combine combine) {
+    X all = x;
+    for (int lane = 0; lane < 32; lane++) {
+        X other = __shfl_sync(mask, x, lane);
+        if (mask >> lane & 1 && lane != threadIdx.x % 32) all = combine(all, other);
+    }
+    return all;
+}
+__device__ static inline unsigned mt_warp_max(unsigned mask, unsigned x) {
+#if MT_CUDA_KERNELS >= 80
+    return __reduce_max_sync(mask, x);
+#else
+    return mt_warp_reduce(mask, x, [](unsigned a, unsigned b) { return a > b ? a : b; });
+#endif
+}
+__device__ static inline int mt_warp_min(unsigned mask, int x) {
+#if MT_CUDA_KERNELS >= 80
+    return __reduce_min_sync(mask, x);
+#else
+    return mt_warp_reduce(mask, x, [](int a, int b) { return a < b ? a : b; });
+#endif
+}
+__device__ static inline int mt_warp_sum(unsigned mask, int x) {
+#if MT_CUDA_KERNELS >= 80
+    return __reduce_add_sync(mask, x);
+#else
+    return mt_warp_reduce(mask, x, [](int a, int b) { return a + b; });
+#endif
+}
+
 /* 16 bytes of T: 4 floats, or 8 numbers of 16 bits. */
 template <class T> struct alignas(16) mt_vector {
     static constexpr int size = 16 / sizeof(T);
@@ -178,16 +216,25 @@ __device__ static inline void mt_prefetch(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-/* The smaller and the larger of two numbers; NaN if one is NaN, which fminf and fmaxf drop. One instruction. */
+/* The smaller and the larger of two numbers; NaN if one is NaN, which fminf and fmaxf drop. One instruction from
+ * compute capability 8.0 on. */
 __device__ static inline float mt_minimum(float a, float b) {
+#if MT_CUDA_KERNELS >= 80
     float least;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
     return least;
+#else
+    return a < b || isnan(a) ? a : b;
+#endif
 }
 __device__ static inline float mt_maximum(float a, float b) {
+#if MT_CUDA_KERNELS >= 80
     float largest;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
     return largest;
+#else
+    return a > b || isnan(a) ? a : b;
+#endif
 }
 
 /* Sum and maximum over a warp; every lane receives the result. */

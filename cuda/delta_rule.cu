@@ -75,6 +75,8 @@ template <int TILES, bool a_transposed, bool b_transposed, class E>
 __device__ static inline void product_in_strips(float *c, int c_row, const E *a, int a_row, const E *b, int b_row,
                                                 int M, int N, int K, bool adds, float scale) {
     using namespace nvcuda::wmma;
+    constexpr bool exists = std::is_same_v<E, __half> || MT_CUDA_KERNELS >= 80; // mt_cuda_serves refuses bf16 else
+    using F = std::conditional_t<exists, E, __half>;
     using a_order = std::conditional_t<a_transposed, col_major, row_major>;
     using b_order = std::conditional_t<b_transposed, col_major, row_major>;
     int strips = N / (16 * TILES);
@@ -92,13 +94,13 @@ __device__ static inline void product_in_strips(float *c, int c_row, const E *a,
         }
 #pragma unroll 2
         for (int k = 0; k < K; k += 16) {
-            fragment<matrix_a, 16, 16, 16, E, a_order> left;
-            load_matrix_sync(left, a_transposed ? a + k * a_row + m : a + m * a_row + k, (unsigned)a_row);
+            fragment<matrix_a, 16, 16, 16, F, a_order> left;
+            load_matrix_sync(left, (const F *)(a_transposed ? a + k * a_row + m : a + m * a_row + k), (unsigned)a_row);
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
-                fragment<matrix_b, 16, 16, 16, E, b_order> right;
+                fragment<matrix_b, 16, 16, 16, F, b_order> right;
                 int column = n + 16 * i;
-                load_matrix_sync(right, b_transposed ? b + column * b_row + k : b + k * b_row + column,
+                load_matrix_sync(right, (const F *)(b_transposed ? b + column * b_row + k : b + k * b_row + column),
                                  (unsigned)b_row);
                 mma_sync(sums[i], left, right, sums[i]);
             }

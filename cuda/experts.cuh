@@ -2,7 +2,7 @@
 #ifndef MT_EXPERTS_CUH
 #define MT_EXPERTS_CUH
 
-#include <stdint.h>
+#include "cuda.h"
 
 /* The rows of experts [offsets[e], offsets[e + 1]) are cut into tiles of ROWS rows, numbered over all E experts. Finds
  * tile `index`: its expert, whose rows are [first, first + count), and the tile's first row among them. Returns false
@@ -38,7 +38,7 @@ __device__ static inline bool mt_find_expert_rows(const int32_t *offsets, int E,
 template <int ROWS> __device__ static inline int mt_expert_tiles_before(const int32_t *offsets, int expert) {
     int tiles = 0;
     for (int e = threadIdx.x % 32; e < expert; e += 32) tiles += (offsets[e + 1] - offsets[e] + ROWS - 1) / ROWS;
-    return __reduce_add_sync(0xffffffff, tiles);
+    return mt_warp_sum(0xffffffff, tiles);
 }
 
 #endif

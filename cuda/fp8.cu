@@ -89,7 +89,7 @@ template <class T> __device__ static inline uint32_t largest_bits(const chunk<T>
 
 /* The largest magnitude of the block, for all threads. Contains a barrier. */
 __device__ static inline float block_largest(uint32_t bits, uint32_t (&of_warp)[WARPS]) {
-    bits = __reduce_max_sync(0xffffffff, bits);
+    bits = mt_warp_max(0xffffffff, bits);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
     __syncthreads();
 #pragma unroll

@@ -46,7 +46,7 @@ __device__ static inline void mt_raise_amax(float *amax, uint32_t largest) {
     __shared__ uint32_t of_warp[32];
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x, warp = thread / 32;
     const int lanes = min(32, threads - warp * 32);
-    largest = __reduce_max_sync(lanes == 32 ? 0xffffffff : (1u << lanes) - 1, largest);
+    largest = mt_warp_max(lanes == 32 ? 0xffffffff : (1u << lanes) - 1, largest);
     if (thread % 32 == 0) of_warp[warp] = largest;
     __syncthreads();
     if (thread > 0) return;

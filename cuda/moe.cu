@@ -124,8 +124,8 @@ template <int V, class Key> __device__ static inline ranked next_after(ranked la
         uint32_t candidate = key(v, i);
         if (last.before(candidate, i) && candidate > best) best = candidate, number = i;
     });
-    uint32_t max_key = __reduce_max_sync(all_lanes, best);
-    return {max_key, __reduce_min_sync(all_lanes, best == max_key ? number : INT_MAX)};
+    uint32_t max_key = mt_warp_max(all_lanes, best);
+    return {max_key, mt_warp_min(all_lanes, best == max_key ? number : INT_MAX)};
 }
 
 /* Lane j receives the number of the j-th of a token's first k keys. Every lane first sorts its own keys, equal ones by
@@ -156,7 +156,7 @@ template <int V, class Key> __device__ static inline int first_keys(int k, int n
                 numbers[i] = swap ? numbers[i - 1] : number, numbers[i - 1] = swap ? number : numbers[i - 1];
             }
         for (int j = 0; j < k; j++) {
-            uint32_t max_key = __reduce_max_sync(all_lanes, keys[0]);
+            uint32_t max_key = mt_warp_max(all_lanes, keys[0]);
             uint32_t lanes = __ballot_sync(all_lanes, keys[0] == max_key);
             if (keys[0] != max_key || (lanes & lower) != 0) continue;
             chosen[j] = max_key > 0 ? numbers[0] : 0;
@@ -197,7 +197,7 @@ struct softmax_of {
 template <int V> __device__ static inline float max_of(per_expert<float, V> &x, int E) {
     float most = -INFINITY;
     each_expert<V>(E, [&](int v, int) { most = fmaxf(most, x[v]); }); // not a NaN
-    return float_of_key(__reduce_max_sync(all_lanes, sortable_key(most)));
+    return float_of_key(mt_warp_max(all_lanes, sortable_key(most)));
 }
 
 template <int V> __device__ static inline bool all_finite(per_expert<float, V> &x, int E) {

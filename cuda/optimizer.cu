@@ -324,7 +324,7 @@ template <bool STORES> __global__ void __launch_bounds__(256) adamw_scaled(mt_up
         if (STORES && a.master) store_state(a.param, i, a.dtype, 1, x[0]);
     }
     for (int k = 0; k < 3 && !STORES; k++) { // positive floats, and then NaN, are ordered as their bits
-        unsigned bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest[k]) & 0x7fffffff);
+        unsigned bits = mt_warp_max(0xffffffff, __float_as_uint(largest[k]) & 0x7fffffff);
         if (threadIdx.x % 32 == 0 && has_scale(dtypes[k])) atomicMax((unsigned *)a.new_amax + k, bits);
     }
 }

@@ -226,7 +226,7 @@ template <class T, int N> struct sample_row {
                 next = max(next, key);
             }
         });
-        atomicMax(&below, __reduce_max_sync(0xffffffff, next));
+        atomicMax(&below, mt_warp_max(0xffffffff, next));
         __syncthreads();
     }
 

@@ -64,29 +64,30 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
 }
 
 /* Starts an asynchronous copy (cp.async) of the pack at `from` to shared memory, or of zeros if `valid` is false. The
- * data does not pass through registers. cp.async needs at least 4 bytes; smaller packs are copied synchronously. */
+ * data does not pass through registers. cp.async needs at least 4 bytes and compute capability 8.0; else the copy is
+ * synchronous. */
 template <class T, int N>
 __device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool valid) {
     constexpr int bytes = sizeof(mt_pack<T, N>);
-    if constexpr (bytes == 16)
+    if constexpr (bytes < 4 || MT_CUDA_KERNELS < 80)
+        *shared = mt_load<N>(from, valid);
+    else if constexpr (bytes == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                      "l"(from), "r"(valid ? 16 : 0)
                      : "memory");
-    else if constexpr (bytes >= 4)
+    else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                      "l"(from), "n"(bytes), "r"(valid ? bytes : 0)
                      : "memory");
-    else
-        *shared = mt_load<N>(from, valid);
 }
 
 /* commit closes a group of copies; wait<pending> waits until at most the last `pending` groups of this thread are
  * incomplete. */
 __device__ static inline void mt_load_async_commit(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    if constexpr (MT_CUDA_KERNELS >= 80) asm volatile("cp.async.commit_group;" ::: "memory");
 }
 template <int pending> __device__ static inline void mt_load_async_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+    if constexpr (MT_CUDA_KERNELS >= 80) asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 /* mt_element: element i of a pack in fp32; i must be a compile-time constant after unrolling. mt_to_float: all

@@ -173,10 +173,10 @@ int main(void) { cublasHandle_t handle; kernel<<<1, 1>>>(0); return cublasCreate
 CUDA
 # A driver that does not answer is reported on the same output.
 capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*' | sort -u)
-if [ -n "${CUDA_ARCH:-}" ] || echo "$capabilities" | awk '$1 + 0 >= 8 { found = 1 } END { exit !found }'; then
+if [ -n "${CUDA_ARCH:-}" ] || echo "$capabilities" | awk '$1 + 0 >= 7.5 { found = 1 } END { exit !found }'; then
     compiled=''
 elif [ -n "$capabilities" ]; then
-    compiled="not compiled: compute capability $(echo $capabilities), below 8.0, is not supported yet"
+    compiled="not compiled: compute capability $(echo $capabilities), below 7.5, is not supported"
 else
     compiled='no GPU answers, so it is not compiled; make CUDA_ARCH=90a compiles it'
 fi
