@@ -2371,6 +2371,7 @@ typedef struct mt_limits {
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
+    bool no_bf16;                  // without products of bf16
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
     bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads

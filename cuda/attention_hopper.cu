@@ -551,7 +551,7 @@ static void launch(void (*kernel)(flash_task<bf16>, tensor_maps), flash_task<bf1
         task.counter = (int *)mt_cuda_workspace(stream, sizeof *task.counter);
         MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, stream->stream));
     }
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
+    mt_cuda_take_shared(kernel, Size::BYTES);
     tensor_maps maps = maps_of(a, Size::QUERIES, Size::KEYS);
     kernel<<<(unsigned)blocks, THREADS, Size::BYTES, mt_cuda_stream(stream)>>>(task, maps);
     MT_CUDA_LAUNCHED();

@@ -619,7 +619,7 @@ template <bool ORDERED> static void launch(const flash_task<bf16> &given, const 
     if (key_tiles > 0) {
         const int64_t blocks = key_tiles < processors ? key_tiles : processors;
         auto kernel = hopper_backward<ORDERED>;
-        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout::BYTES));
+        mt_cuda_take_shared(kernel, layout::BYTES);
         kernel<<<(unsigned)blocks, THREADS, layout::BYTES, stream->stream>>>(task, sums, maps_of(a, QUERIES, KEYS));
     }
     if (query_tiles > 0) finish_queries<<<(unsigned)query_tiles, SIDE_THREADS, 0, stream->stream>>>(task, sums);

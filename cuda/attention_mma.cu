@@ -479,7 +479,7 @@ static void launch(void (*kernel)(flash_task<E>, mt_masks), flash_task<E> task, 
     task.num_tiles = tile_count(&a->spans, of_keys, rows);
     task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
     if (task.num_tiles == 0) return;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    mt_cuda_take_shared(kernel, bytes);
     kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(
         task, mt_dropout_masks(&a->dropout));
     MT_CUDA_LAUNCHED();

@@ -48,8 +48,7 @@ template <class Body> static void mt_by_items(const mt_counting &s, Body body) {
 /* Enqueues the second kernel. Thousands of bins need more shared memory than a kernel may use unasked. */
 template <class... P, class... A>
 static void mt_launch_ranks(void (*kernel)(P...), const mt_counting &s, cudaStream_t stream, const A &...arguments) {
-    if (s.shared_bytes > max_shared_bytes - max_static_bytes)
-        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)s.shared_bytes));
+    if (s.shared_bytes > max_shared_bytes - max_static_bytes) mt_cuda_take_shared(kernel, s.shared_bytes);
     mt_launch_early(kernel, (unsigned)(s.blocks > 0 ? s.blocks : 1), s.threads, s.shared_bytes, stream, arguments...);
 }
 

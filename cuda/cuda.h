@@ -163,6 +163,12 @@ __device__ static inline int mt_warp_sum(unsigned mask, int x) {
 #endif
 }
 
+/* Allows a kernel this much dynamic shared memory, which a block of the device has. */
+template <class Kernel> static inline void mt_cuda_take_shared(Kernel kernel, int64_t bytes) {
+    MT_CHECK(bytes <= (int64_t)mt_cuda_device()->sharedMemPerBlockOptin);
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
 /* 16 bytes of T: 4 floats, or 8 numbers of 16 bits. */
 template <class T> struct alignas(16) mt_vector {
     static constexpr int size = 16 / sizeof(T);

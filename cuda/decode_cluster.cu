@@ -725,7 +725,7 @@ static bool launch(mt_decode_task *t, const mt_decode_layer *layers, CUtensorMap
         int64_t bytes = plan.bytes + t->layer_bytes;
         if (!plan.fits || bytes + (int64_t)function.sharedSizeBytes > most) return false;
         config.gridDim = (unsigned)(clusters * BLOCKS), config.dynamicSmemBytes = (size_t)bytes;
-        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        mt_cuda_take_shared(kernel, bytes);
         MT_CUDA(cudaOccupancyMaxActiveClusters(&fit, kernel, &config));
         if (fit >= clusters) break;
     }

@@ -240,7 +240,7 @@ static bool launch(mt_decode_record *r, mt_stream *stream) {
         shared + (int64_t)attributes.sharedSizeBytes > (int64_t)device->sharedMemPerBlockOptin ||
         parts * (t->D + 2) * 4 > stream->workspace_bytes)
         return false;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    mt_cuda_take_shared(kernel, shared);
     MT_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * MT_DECODE_WARPS, (size_t)shared));
     if (resident < 1) return false;
     t->sums = (float *)mt_cuda_workspace(stream, parts * (t->D + 2) * 4);

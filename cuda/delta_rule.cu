@@ -1038,7 +1038,7 @@ static int most_shared(void) {
 template <class T>
 static void launch(void (*kernel)(delta_task<T>), dim3 grid, int bytes, const delta_task<T> &task, mt_stream *stream) {
     MT_CHECK(bytes <= most_shared());
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    mt_cuda_take_shared(kernel, bytes);
     mt_launch_early(kernel, grid, dim3(THREADS), bytes, mt_cuda_stream(stream), task);
 }
 

@@ -286,7 +286,7 @@ static void launch(const mt_fp8_product_args *p, mt_stream *stream) {
     task.a_scales_width = (int)mt_divide_up(p->M, 4) * 4, task.b_scales_width = (int)mt_divide_up(p->b.stride, 512) * 4;
     task.b_scales_height = (int)mt_divide_up(p->N, 128);
     task.accumulate = p->accumulate, task.is_float = p->out_dtype == MT_F32;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+    mt_cuda_take_shared(kernel, BYTES);
     kernel<<<count_blocks(count_tiles<SUMS_ROWS, COLS>(task.extent, p->M)), THREADS, BYTES, mt_cuda_stream(stream)>>>(
         task, maps_of<SUMS_ROWS, SUMS>(p));
     MT_CUDA_LAUNCHED();

@@ -582,7 +582,7 @@ extern "C" void mt_cuda_strided_backward_weight(const mt_grouped_args *a, mt_dty
 extern "C" void mt_cuda_batched_product(const mt_product_args *a, mt_dtype dtype, mt_stream *stream) {
     product shape = {a->b_transposed, a->a_transposed, false, CUBLASLT_EPILOGUE_DEFAULT, a->N, a->M, a->K,
                      dtype,           dtype,           dtype};
-    shape.count = a->count, shape.tf32 = a->tf32 && dtype == MT_F32;
+    shape.count = a->count, shape.tf32 = a->tf32 && dtype == MT_F32 && mt_cuda_device()->major >= 8;
     operands o = {a->out, a->b, a->a, NULL, NULL, NULL, NULL, a->scale, a->add, a->add ? a->add_scale : 0};
     bool is_new;
     plan *p = plan_for(&shape, &o, &is_new, stream);

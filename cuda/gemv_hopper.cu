@@ -239,7 +239,7 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     task.partial = (float4 *)mt_cuda_workspace(stream, blocks * COLS * ROWS * (int64_t)sizeof(float));
     task.is_partial = (unsigned *)stream->zeros;
     MT_CHECK(blocks * (int64_t)sizeof *task.is_partial <= mt_zeros_bytes);
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+    mt_cuda_take_shared(kernel, BYTES);
     cudaLaunchAttribute early;
     cudaLaunchConfig_t config = {};
     config.gridDim = (unsigned)blocks, config.blockDim = THREADS, config.dynamicSmemBytes = BYTES;

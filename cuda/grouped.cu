@@ -285,7 +285,7 @@ template <class T, class Out, mt_grouped_kind KIND> static void launch_ffma(cons
 template <class T, class Out, mt_grouped_kind KIND, bool WIDE> static void launch_mma(const mt_grouped_call *call) {
     group_task task = task_of(call);
     auto kernel = grouped_mma<T, Out, KIND, WIDE>;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MMA_BYTES));
+    mt_cuda_take_shared(kernel, MMA_BYTES);
     kernel<<<blocks_of(call, task), THREADS, MMA_BYTES, mt_cuda_stream(call->stream)>>>(
         (Out *)call->out, (const T *)call->a, (const T *)call->b, task);
     MT_CUDA_LAUNCHED();

@@ -287,7 +287,7 @@ template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_ca
     auto kernel = grouped_hopper<KIND, COLS>;
     constexpr int BYTES = tile_size<KIND, COLS>::BYTES;
     product_task task = {extent_of<KIND>(call), NULL, call->out, call->accumulate};
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+    mt_cuda_take_shared(kernel, BYTES);
     const int64_t tiles = count_tiles<tile_size<KIND, COLS>::OF_WEIGHT, COLS>(task.extent, call->M);
     unsigned blocks = count_blocks(tiles);
     const bool has_workspace = call->stream && call->stream->workspace_bytes >= (int64_t)sizeof *task.counter;

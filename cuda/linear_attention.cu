@@ -626,7 +626,7 @@ static void run_group_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype,
         blocks = mt_divide_up(a->T, tokens_per_block);
         if (a->dw) task.partial = (float *)mt_cuda_workspace(stream, blocks * a->H * bytes);
         auto kernel = group_norm_backward<E, N>;
-        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        mt_cuda_take_shared(kernel, bytes);
         mt_launch_early(kernel, dim3((unsigned)blocks, (unsigned)a->H), group_norm_block(mt_divide_up(a->D, N)), bytes,
                         mt_cuda_stream(stream), task, tokens_per_block);
         mt_cuda_add_partials(a->dw, blocks, NULL, 0, task.partial, a->H * a->D, stream);

@@ -71,9 +71,9 @@ __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], ui
     if constexpr (MT_CUDA_KERNELS < 80) __trap(); // mt_cuda_kernel_serves refuses bf16 there
     if constexpr (MT_CUDA_KERNELS >= 80)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* c[16, 8] += a[16, 8] b[8, 8] in fp16: half of the sum, as compute capability 7.5 has it. */

@@ -730,7 +730,7 @@ static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     int resident = 0;
     if ((int64_t)K * N * block.x < task.C || bytes > (int64_t)mt_cuda_device()->sharedMemPerBlockOptin) return 0;
     auto kernel = norm_backward_wide<T, N, K, layernorm>;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    mt_cuda_take_shared(kernel, bytes);
     MT_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, (int)block.x, (size_t)bytes));
     int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)resident;
     if (blocks > task.rows) blocks = task.rows;

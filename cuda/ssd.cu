@@ -1064,7 +1064,7 @@ static void by_parts(const mt_ssd_args *a, ssd_task<T> task, int64_t begin, int6
 template <class T>
 static void launch(void (*kernel)(ssd_task<T>), dim3 grid, dim3 block, int64_t bytes, const ssd_task<T> &task,
                    mt_stream *stream) {
-    if (bytes > 0) MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    if (bytes > 0) mt_cuda_take_shared(kernel, bytes);
     mt_launch_early(kernel, grid, block, bytes, mt_cuda_stream(stream), task);
 }
 

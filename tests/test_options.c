@@ -3613,6 +3613,12 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                                           .experts = 128,
                                           .aux_loss_experts = 96,
                                           .sinkhorn_experts = 64};
+    const mt_limits turing = {.no_bf16 = true};
+    check_limits(RUN "--bf16", &none, NULL);
+    check_limits(RUN "--fp16", &turing, NULL);
+    check_limits(RUN "--bf16", &turing, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16");
+    check_limits(RUN "--optimizer muon", &turing,
+                 "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high");
     check_limits(RUN "--kv-channels 512", &none, NULL);
     check_limits(RUN "--kv-channels 256", &limits, NULL);
     check_limits(RUN "--kv-channels 258", &limits,

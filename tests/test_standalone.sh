@@ -165,19 +165,19 @@ with_gpus() {
         MAKEFLAGS='' MAKEOVERRIDES='' MAKELEVEL=0 make -n "$@" build/default/flags) >"$work/out" 2>&1
 }
 
-# GPUs below 8.0 wait for kernels of their own: the CPU is built for, or those of the GPUs that have kernels.
+# GPUs below 7.5 have no kernels: the CPU is built for, or those of the GPUs that have kernels.
 old_gpus_are_left_out() {
-    with_gpus '7.5\n' &&
-        says '^a GPU of compute capability 7.5 is not supported yet: building for the CPU' "$work/out" || return 1
-    if grep -q sm_75 "$work/out"; then return 1; fi
-    if with_gpus '' CUDA_ARCH='80 75'; then return 1; fi
-    says 'CUDA_ARCH=80 75: GPUs below compute capability 8.0 are not supported yet; leave out 75' "$work/out" ||
+    with_gpus '7.0\n' &&
+        says '^a GPU of compute capability 7.0 is not supported: building for the CPU' "$work/out" || return 1
+    if grep -q sm_70 "$work/out"; then return 1; fi
+    if with_gpus '' CUDA_ARCH='80 70'; then return 1; fi
+    says 'CUDA_ARCH=80 70: GPUs below compute capability 7.5 are not supported; leave out 70' "$work/out" ||
         return 1
     rm -rf "$work/tree/build" # so that it looks for libraries again
-    with_gpus 'NVIDIA-SMI has failed: the driver does not answer.\n' && ! grep 'below 8.0\|not supported' "$work/out" ||
+    with_gpus 'NVIDIA-SMI has failed: the driver does not answer.\n' && ! grep 'below 7.5\|not supported' "$work/out" ||
         return 1
-    with_gpus '7.5\n8.6\n' &&
-        says 'capability 7.5 is not supported yet: building for CUDA_ARCH=86$' "$work/out"
+    with_gpus '7.0\n8.6\n' &&
+        says 'capability 7.0 is not supported: building for CUDA_ARCH=86$' "$work/out"
 }
 
 for compiler in gcc clang; do
