@@ -1645,9 +1645,9 @@ static double on_grid(double x, int bits, int least) {
 static void decode_state(double *values, const void *x, int n, mt_dtype dtype, float amax) {
     double scale = mt_state_has_scale(dtype) ? (double)mt_state_scale(amax, dtype) : 1;
     for (int i = 0; i < n; i++)
-        values[i] = scale * (dtype == MT_F16_SCALED       ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
-                             : dtype == MT_F8_E4M3 ? (double)mt_f8_to_f32(((const uint8_t *)x)[i], dtype)
-                                                   : stored(x, i, dtype));
+        values[i] = scale * (dtype == MT_F16_SCALED ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
+                             : dtype == MT_F8_E4M3  ? (double)mt_f8_to_f32(((const uint8_t *)x)[i], dtype)
+                                                    : stored(x, i, dtype));
 }
 
 /* A state equals `want` rounded to its type, on the grid that its own largest value sets; sizes: of the summed terms.
