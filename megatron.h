@@ -673,8 +673,8 @@ typedef struct mt_options {
     int64_t loss_spike_window, max_bad_steps_in_a_row;
     mt_bad_step_policy bad_step_policy;
     mt_rerun_mode rerun_mode;
-    bool bf16, fp16;       // the type of weights and activations; neither: fp32
-    double loss_scale;     // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;   // the type of weights and activations; neither: fp32
+    double loss_scale; // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     bool deterministic_mode;
@@ -2030,10 +2030,10 @@ typedef struct mt_matrices {
     bool nesterov;                // orthogonalises the momentum of the next step, if its gradient is this one's
 } mt_matrices;
 
-/* The operands of a step on n elements: gradient in MT_F32 or 16 bits, master weights in MT_F32 or MT_F16_SCALED, moments in
- * any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the fp32 value.
- * States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the elements of an
- * operation are one tensor, whose values are code * mt_state_scale(amax). */
+/* The operands of a step on n elements: gradient in MT_F32 or 16 bits, master weights in MT_F32 or MT_F16_SCALED,
+ * moments in any of these or in MT_F8_E4M3. A state is rounded to nearest even after the step, which itself uses the
+ * fp32 value. States in fp16 and fp8, which AdamW alone has, have a scale, as in Transformer Engine's FusedAdam: the
+ * elements of an operation are one tensor, whose values are code * mt_state_scale(amax). */
 typedef struct mt_update_args {
     int64_t n;
     void *param;               // [n] the weights in fp32, or the bf16 copy of `master`
@@ -3600,7 +3600,6 @@ typedef struct mt_data_state {
     int64_t plans[MT_MAX_DATA_PLANS][2];    // samples to train on and to validate with, ascending
 } mt_data_state;
 
-/* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 /* The scale of the loss in fp16, as Megatron's DynamicGradScaler: options->hysteresis steps that overflow halve it, and
  * then each such step does, until options->loss_scale_window steps in succession have not and double it. */
 typedef struct mt_loss_scaler {
@@ -3611,6 +3610,7 @@ typedef struct mt_loss_scaler {
 /* After a step whose gradients overflow, or do not. With options->loss_scale the scale is constant. */
 void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *options, bool overflows);
 
+/* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on

@@ -70,12 +70,16 @@ static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const
     if (!scale) return 0;
     scaler->scale = json_number_value(scale);
     if (!(scaler->scale >= 0 && scaler->scale <= 1e300) || !json_is_number(scale))
-        return mt_error_set(error, "%s: has no number \"loss_scale\" in its range; begin anew from these weights by "
-                                   "--finetune", path);
+        return mt_error_set(error,
+                            "%s: has no number \"loss_scale\" in its range; begin anew from these weights by "
+                            "--finetune",
+                            path);
     if (mt_trainer_int(json, "growth_tracker", MT_MOST_COUNTED, path, &scaler->growth_tracker, error) != 0) return -1;
     if (!mt_json_int(trackers, -MT_MOST_COUNTED, MT_MOST_COUNTED, &scaler->hysteresis_tracker))
-        return mt_error_set(error, "%s: has no whole number \"hysteresis_tracker\"; begin anew from these weights by "
-                                   "--finetune", path);
+        return mt_error_set(error,
+                            "%s: has no whole number \"hysteresis_tracker\"; begin anew from these weights by "
+                            "--finetune",
+                            path);
     return mt_trainer_int(json, "skipped_samples", state->consumed_train_samples, path, &state->skipped_samples, error);
 }
 

@@ -782,7 +782,8 @@ static double generation_gap(const mt_rl *rl) {
 
 /* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
 static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
-                      int64_t *optimizer_step, mt_loss_scaler *loss_scaler, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+                      int64_t *optimizer_step, mt_loss_scaler *loss_scaler, mt_batch *batch, mt_metrics *metrics,
+                      mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->stack.global_batch_size), *sequences = all_sequences(rl);
