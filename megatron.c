@@ -13216,8 +13216,8 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
 void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *o, bool overflows) {
     if (o->loss_scale > 0) return;
     if (overflows) {
-        scaler->growth_tracker = 0;
-        if (--scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
+        scaler->growth_tracker = 0, scaler->hysteresis_tracker--;
+        if (scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
     } else if (++scaler->growth_tracker == o->loss_scale_window) {
         scaler->growth_tracker = 0, scaler->hysteresis_tracker = o->hysteresis;
         scaler->scale *= 2;
