@@ -13219,8 +13219,8 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
 void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *o, bool overflows) {
     if (o->loss_scale > 0) return;
     if (overflows) {
-        scaler->growth_tracker = 0;
-        if (--scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
+        scaler->growth_tracker = 0, scaler->hysteresis_tracker--;
+        if (scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
     } else if (++scaler->growth_tracker == o->loss_scale_window) {
         scaler->growth_tracker = 0, scaler->hysteresis_tracker = o->hysteresis;
         scaler->scale *= 2;
@@ -13256,14 +13256,17 @@ static void mt_loss_scale_finish(mt_model *m, mt_run_state *state, const mt_step
     mt_loss_scaler_update(&state->loss_scaler, m->options, overflows);
 }
 
-/* Describes the failed check of a step, and what to do: the learning rate is at fault only if it has moved a weight. */
-static void mt_step_describe(char text[160], char advice[160], int64_t iteration, const mt_step_result *result,
-                             const char *fault) {
+/* Describes the failed check of a step, and what to do: the learning rate is at fault only if it has moved a weight. In
+ * fp16 the scale of the loss could not fall. */
+static void mt_step_describe(char text[160], char advice[160], const mt_options *o, int64_t iteration,
+                             const mt_step_result *result, const char *fault) {
     const mt_step_numbers *step = &result->numbers;
     const char *operand = step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES ? NULL : mt_step_operand(result, fault);
     bool moved = step->guard[MT_GUARD_UPDATES] > 0;
     if (operand)
         snprintf(advice, 160, "check the weights and the data that they come from");
+    else if (o->fp16 && step->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
+        snprintf(advice, 160, "lower %s or take --bf16", o->loss_scale > 0 ? "--loss-scale" : "--min-loss-scale");
     else if (step->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES || moved)
         snprintf(advice, 160, "lower --lr or check the data");
     else
@@ -13273,7 +13276,8 @@ static void mt_step_describe(char text[160], char advice[160], int64_t iteration
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
                  loss / step->guard[MT_GUARD_AVERAGE]);
     else if (step->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
-        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)step->grad_norm);
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration,
+                 fabs((double)step->grad_norm));
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, isnan(loss) ? fabs(loss) : loss);
     if (operand) snprintf(text + strlen(text), 160 - strlen(text), ": %s are not finite", operand);
@@ -13285,7 +13289,7 @@ static int mt_step_handle_bad(mt_model *m, int64_t iteration, const mt_step_resu
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->trainer->bad_steps;
     char what[160], advice[160];
-    mt_step_describe(what, advice, iteration, result, fault);
+    mt_step_describe(what, advice, o, iteration, result, fault);
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (o->bad_step_policy == MT_BAD_STEP_STOP)
         return mt_error_set(error, "%s; %s (nothing was saved since)", what, advice);
@@ -13568,7 +13572,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (metrics) {
         const mt_step_result *result = &m->trainer->results[entry];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
-                                .grad_norm = (double)result->numbers.grad_norm,
+                                .grad_norm = fabs((double)result->numbers.grad_norm), // NaN without a sign
                                 .learning_rate = mt_learning_rate(m->options, mt_scheduled_samples(state)),
                                 .weight_decay = mt_weight_decay(m->options, mt_scheduled_samples(state)),
                                 .tokens = (double)(from.tokens * m->grid->data.size),

@@ -3601,7 +3601,6 @@ typedef struct mt_data_state {
     int64_t plans[MT_MAX_DATA_PLANS][2];    // samples to train on and to validate with, ascending
 } mt_data_state;
 
-/* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 /* The scale of the loss in fp16, as Megatron's DynamicGradScaler: options->hysteresis steps that overflow halve it, and
  * then each such step does, until options->loss_scale_window steps in succession have not and double it. */
 typedef struct mt_loss_scaler {
@@ -3612,6 +3611,7 @@ typedef struct mt_loss_scaler {
 /* After a step whose gradients overflow, or do not. With options->loss_scale the scale is constant. */
 void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *options, bool overflows);
 
+/* The state of a run besides parameters and moments; with these, a run continues bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on

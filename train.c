@@ -104,6 +104,7 @@ static bool step(mt_run *r) {
     mt_error error;
     mt_metrics metrics;
     int64_t consumed = r->state.consumed_train_samples, batch_size = mt_global_batch_size(o, consumed);
+    int64_t skipped = r->state.skipped_samples;
     mt_feed feed = mt_feed_begin(r->loaders[MT_SPLIT_TRAIN], consumed, batch_size, &r->grid);
     bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
     bool traced = mt_trace_step_begin(),
@@ -123,6 +124,7 @@ static bool step(mt_run *r) {
     }
     mt_run_check(r, status, &error);
     r->state.consumed_train_samples = consumed + feed.read; // also where micro-batches hold other than whole rows
+    if (r->state.skipped_samples > skipped) r->state.skipped_samples = skipped + feed.read;
     mt_run_check(r, mt_feed_check(&feed, &r->grid, r->state.iteration, &error), &error);
     if (mt_trace_is_complete()) write_trace(r, r->state.iteration < o->stack.num_iterations);
     if (reported && feed.tokens > 0) metrics.tokens = feed.tokens;

@@ -7,6 +7,7 @@
  * step runs. Such a picture is wrong only if the program is wrong. Curves of costs draw the formulas of their chapter.
  */
 #include "../data/base/file.h"
+#include "../data/base/safetensors.h"
 #include "../data/options/option_rules.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
@@ -3271,6 +3272,116 @@ static void draw_sparse_attention(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 32: half precision ------------------------------------------------------------------------------------------ */
+
+enum { OCTAVE_LOW = -40, OCTAVES = 60, SCALED_STEPS = 64 };
+
+/* The share of each octave in the gradients of the golden Llama: those of a batch of 128 tokens. */
+static void count_octaves(double share[OCTAVES]) {
+    mt_safetensors *set;
+    mt_error error;
+    int64_t all = 0;
+    check(mt_safetensors_open_folder(&set, "tests/golden/hf/llama/grads", "model", &error), &error);
+    for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
+        const mt_tensor_info *tensor = mt_safetensors_get(set, i);
+        for (int64_t at = 0; at + 4 <= tensor->bytes; at += 4) {
+            float value;
+            memcpy(&value, (const char *)tensor->data + at, sizeof value);
+            if (value == 0) continue; // of words that do not occur
+            int octave = ilogbf(value) - OCTAVE_LOW;
+            all++;
+            if (octave >= 0 && octave < OCTAVES) share[octave]++;
+        }
+    }
+    for (int i = 0; i < OCTAVES; i++) share[i] *= 100 / (double)all;
+    mt_safetensors_close(set);
+}
+
+/* Bars of the octaves, moved up by some. */
+static void draw_octaves(picture *p, const chart *c, const double share[OCTAVES], int up, const char *fill) {
+    double width = c->width / (c->x_high - c->x_low);
+    for (int i = 0; i < OCTAVES; i++) {
+        double x = OCTAVE_LOW + i + up, top = chart_y(c, share[i]);
+        if (share[i] > 0 && x >= c->x_low && x < c->x_high)
+            box(p, chart_x(c, x) + 0.5, top, width - 1, c->top + c->height - top, fill);
+    }
+}
+
+static void draw_range(picture *p, const chart *c, double low, double high, const char *fill, const char *name) {
+    box(p, chart_x(c, low), c->top, chart_x(c, high) - chart_x(c, low), c->height, fill);
+    text(p, (chart_x(c, low) + chart_x(c, high)) / 2, c->top + 14, MIDDLE, "%s", name);
+}
+
+static void draw_gradients(picture *p, const chart *c) {
+    static double share[OCTAVES];
+    count_octaves(share);
+    draw_range(p, c, c->x_low, -25, "#f3dede", "0");
+    draw_range(p, c, -25, -14, "#f7efd2", "fewer bits");
+    draw_range(p, c, -14, 16, SHEET, "11 bits");
+    draw_range(p, c, 16, c->x_high, "#f3dede", "inf");
+    for (int y = 0; y <= 20; y += 10) {
+        char label[16];
+        snprintf(label, sizeof label, "%d%%", y);
+        chart_mark_y(p, c, y, label);
+    }
+    for (int x = -40; x <= 16; x += 8) {
+        char label[16];
+        snprintf(label, sizeof label, "%d", x);
+        chart_mark_x(p, c, x, label);
+    }
+    draw_octaves(p, c, share, -15, fills[ORANGE]);
+    draw_octaves(p, c, share, 1, fills[BLUE]);
+    chart_titles(p, c, "share of the gradients", "log2 of the magnitude");
+    box(p, c->left, c->top + c->height + 52, 18, 10, fills[ORANGE]);
+    text(p, c->left + 26, c->top + c->height + 61, START, "scale 1");
+    box(p, c->left + 110, c->top + c->height + 52, 18, 10, fills[BLUE]);
+    text(p, c->left + 136, c->top + c->height + 61, START, "scale 65,536");
+}
+
+/* The scale as mt_loss_scaler_update moves it, in a run whose gradients overflow above a limit that changes. */
+static void draw_scales(picture *p, const chart *c) {
+    mt_options o = mt_options_plain(1, 8, 1, 8, 8);
+    o.initial_loss_scale = 1 << 20, o.loss_scale_window = 8;
+    mt_loss_scaler scaler = {o.initial_loss_scale, 0, o.hysteresis};
+    for (int y = 8; y <= 20; y += 4) {
+        char label[16];
+        snprintf(label, sizeof label, "%d", y);
+        chart_mark_y(p, c, y, label);
+    }
+    for (int x = 0; x <= SCALED_STEPS; x += 16) {
+        char label[16];
+        snprintf(label, sizeof label, "%d", x);
+        chart_mark_x(p, c, x, label);
+    }
+    for (int step = 0; step < SCALED_STEPS; step++) {
+        int limit = step < 24 ? 15 : step < 44 ? 12 : 14; // the largest power of two without an overflow
+        int power = ilogb(scaler.scale);
+        bool overflows = power > limit;
+        double x = chart_x(c, step), width = c->width / SCALED_STEPS;
+        line(p, x, chart_y(c, limit + 0.5), x + width, chart_y(c, limit + 0.5), FAINT, 1.5);
+        box(p, x, chart_y(c, power) - 3, width, 6, overflows ? strokes[1] : strokes[0]);
+        mt_loss_scaler_update(&scaler, &o, overflows);
+    }
+    chart_titles(p, c, "log2 of the scale", "step");
+    double y = c->top + c->height + 61;
+    chart_legend(p, c->left, y, strokes[0], "update");
+    chart_legend(p, c->left + 96, y, strokes[1], "skipped");
+    chart_legend(p, c->left + 200, y, FAINT, "overflow above");
+}
+
+static void draw_half_precision(const char *folder) {
+    const chart left = {.left = 64, .top = 70, .width = 410, .height = 230, .x_low = -40, .x_high = 20, .y_high = 24};
+    const chart right = {
+        .left = 540, .top = 70, .width = 330, .height = 230, .x_high = SCALED_STEPS, .y_low = 8, .y_high = 21};
+    picture p =
+        picture_open(folder, "32-gradients", "Gradients in the range of fp16, and the scale of the loss", 900, 382);
+    text(&p, 20, 30, START, "128 tokens' gradients in a batch of 4 million tokens");
+    text(&p, 500, 30, START, "The scale, doubled after 8 good steps");
+    draw_gradients(&p, &left);
+    draw_scales(&p, &right);
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_mini(argv[1]);
@@ -3308,5 +3419,6 @@ int main(int argc, char **argv) {
     draw_linear_attention(argv[1]);
     draw_state_spaces(argv[1]);
     draw_sparse_attention(argv[1]);
+    draw_half_precision(argv[1]);
     return 0;
 }

@@ -48,6 +48,11 @@ static inline int open_gpu(void **state) {
     return 0;
 }
 
+/* False where the kernels are those of compute capability 7.5. */
+static inline bool gpu_has_bf16(void) {
+    return gpu && !gpu->limits.no_bf16;
+}
+
 static inline int close_gpu(void **state) {
     (void)state;
     if (!gpu) return 0;

@@ -25,7 +25,7 @@ static void train_while_kernels_load(const char *more) {
         char words[256];
         snprintf(words, sizeof words, PP "2 --hidden-size 4096 --micro-batch-size 256 --global-batch-size 3072%s %s",
                  schedules[i], more);
-        assert_int_equal(trainee_parse(&t.options, LLAMA, words, i == 0, 2, &error), 0);
+        assert_int_equal(trainee_parse(&t.options, LLAMA, words, i == 0 ? MT_BF16 : MT_F32, 2, &error), 0);
         assert_int_equal(trainee_open(&t, &error), 0);
         for (int step = 0; step < 3; step++) {
             sequence_source from = source_of(&t, t.state.consumed_train_samples, false);

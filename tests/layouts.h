@@ -323,8 +323,12 @@ static sequence_source source_of(const trainee *t, int64_t first, bool evaluates
 }
 
 /* The large epsilon: AdamW would divide gradients that are zero except for rounding (biases of k without RoPE) by their
- * own magnitude. The small bf16 learning rate: few weights then round differently. */
-static int trainee_parse(mt_run_options *options, subject subject, const char *words, bool bf16, int64_t ranks,
+ * own magnitude. The small learning rate of 16 bits: few weights then round differently. The scale of the loss in fp16
+ * makes no gradient of these models overflow. */
+static const char *const rates_and_types[] = {
+    [MT_F32] = "5e-3", [MT_BF16] = "2e-3 --bf16", [MT_F16] = "2e-3 --fp16 --initial-loss-scale 4096"};
+
+static int trainee_parse(mt_run_options *options, subject subject, const char *words, mt_dtype type, int64_t ranks,
                          mt_error *error) {
     char line[2048], *arguments[128];
     int count = 0;
@@ -334,9 +338,8 @@ static int trainee_parse(mt_run_options *options, subject subject, const char *w
         "--weight-decay 0.5 --adam-eps 1e-3 --clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 "
         "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8%s --ffn-hidden-size 48 "
         "--vocab-size %d --make-vocab-size-divisible-by 16 --distributed-timeout-seconds 60 --device %s%s%s",
-        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3",
-        strstr(subjects[subject].words, "latent") ? "" : " --kv-channels 8", VOCABULARY, backend_name,
-        subjects[subject].words, words);
+        ROW_LENGTH, STEPS, rates_and_types[type], strstr(subjects[subject].words, "latent") ? "" : " --kv-channels 8",
+        VOCABULARY, backend_name, subjects[subject].words, words);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
     return mt_options_finish(options, MT_PROGRAM_TRAIN, ranks, error);
@@ -388,7 +391,7 @@ typedef struct reference {
     float *weights; // after the last step
 } reference;
 
-static reference references[NUM_SUBJECTS][2]; // fp32, bf16
+static reference references[NUM_SUBJECTS][3]; // fp32, bf16, fp16
 
 /* A bucket's weights as floats; free them. Collective over the data group. */
 static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b) {
@@ -400,7 +403,7 @@ static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b
                      mt_model_stream(model));
     ops->stream_synchronize(mt_model_stream(model));
     for (int64_t i = 0; i < count; i++)
-        values[i] = size == 4 ? ((float *)(void *)raw)[i] : mt_bf16_to_f32(((uint16_t *)(void *)raw)[i]);
+        values[i] = size == 4 ? ((float *)(void *)raw)[i] : mt_half_to_f32(((uint16_t *)(void *)raw)[i], b->dtype);
     free(raw);
     return values;
 }
@@ -427,20 +430,20 @@ static int reference_train(reference *r, subject subject, trainee *t, mt_error *
 }
 
 /* Rank `owner` trains the reference; the other ranks receive it in references_make. */
-static void reference_make(subject subject, bool bf16, int owner) {
-    reference *r = &references[subject][bf16];
+static void reference_make(subject subject, mt_dtype type, int owner) {
+    reference *r = &references[subject][type];
     mt_error error;
-    if (trainee_parse(&r->options, subject, "", bf16, 1, &error) != 0) mt_die("%s", error.text);
+    if (trainee_parse(&r->options, subject, "", type, 1, &error) != 0) mt_die("%s", error.text);
     r->num_params = mt_params_build(&r->params, &r->options.stack, NULL);
     r->first = mt_calloc((r->num_params + 1) * 8);
     for (int64_t i = 0; i < r->num_params; i++) r->first[i + 1] = r->first[i] + r->params[i].rows * r->params[i].cols;
     r->weights = mt_malloc(r->first[r->num_params] * 4);
     if (world.world.rank == owner) {
         trainee t = {.grid = grid_of_job(1)};
-        if (trainee_parse(&t.options, subject, "", bf16, 1, &error) != 0 ||
+        if (trainee_parse(&t.options, subject, "", type, 1, &error) != 0 ||
             reference_train(r, subject, &t, &error) != 0)
             mt_die("one rank: %s", error.text);
-        if (!(r->metrics[STEPS - 1].loss < 0.9 * r->metrics[0].loss) && !bf16)
+        if (!(r->metrics[STEPS - 1].loss < 0.9 * r->metrics[0].loss) && type == MT_F32)
             mt_die("the model of%s does not learn: its loss goes from %g to %g", subjects[subject].words,
                    r->metrics[0].loss, r->metrics[STEPS - 1].loss);
         trainee_close(&t);
@@ -448,17 +451,17 @@ static void reference_make(subject subject, bool bf16, int owner) {
     r->is_made = true;
 }
 
-static void references_make(const layout *rows, int count, bool bf16) {
+static void references_make(const layout *rows, int count, mt_dtype type) {
     int owners[NUM_SUBJECTS], made = 0;
     for (int s = 0; s < NUM_SUBJECTS; s++) {
         bool needed = false;
         for (int i = 0; i < count; i++) needed |= rows[i].subject == (subject)s;
-        owners[s] = needed && !references[s][bf16].is_made ? made++ % num_jobs(1) : -1;
-        if (owners[s] >= 0) reference_make((subject)s, bf16, owners[s]);
+        owners[s] = needed && !references[s][type].is_made ? made++ % num_jobs(1) : -1;
+        if (owners[s] >= 0) reference_make((subject)s, type, owners[s]);
     }
     for (int s = 0; s < NUM_SUBJECTS; s++) {
         if (owners[s] < 0) continue;
-        reference *r = &references[s][bf16];
+        reference *r = &references[s][type];
         mt_broadcast(&world.world, r->metrics, sizeof r->metrics, owners[s]);
         mt_broadcast(&world.world, r->evaluations, sizeof r->evaluations, owners[s]);
         mt_broadcast(&world.world, r->weights, r->first[r->num_params] * 4, owners[s]);
@@ -467,8 +470,8 @@ static void references_make(const layout *rows, int count, bool bf16) {
 
 static void references_free(void) {
     for (int s = 0; s < NUM_SUBJECTS; s++)
-        for (int bf16 = 0; bf16 < 2; bf16++) {
-            reference *r = &references[s][bf16];
+        for (int type = 0; type < 3; type++) {
+            reference *r = &references[s][type];
             if (!r->is_made) continue;
             mt_options_free(&r->options);
             free(r->params), free(r->first), free(r->weights);
@@ -575,7 +578,7 @@ static void compare_mean_norm(comparison *v, const double *norms, const referenc
 }
 
 /* In fp8 the first step has the values of one rank: scales of 1, or powers of two, which round alike. */
-static int train_and_compare(comparison *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
+static int train_and_compare(comparison *v, trainee *t, const reference *r, mt_dtype type, mt_error *error) {
     const mt_options *o = &t->options.stack;
     double norms[STEPS];
     for (int step = 0; step < STEPS; step++) {
@@ -584,14 +587,14 @@ static int train_and_compare(comparison *v, trainee *t, const reference *r, bool
         double tolerance = v->tolerance;
         norms[step] = metrics.grad_norm;
         if (step == 0 && o->fp8_format && o->fp8_recipe != MT_FP8_TENSORWISE) v->tolerance = 1e-5;
-        compare_metrics(v, step + 1, &metrics, &r->metrics[step], bf16 || o->fp8_format);
+        compare_metrics(v, step + 1, &metrics, &r->metrics[step], type != MT_F32 || o->fp8_format);
         v->tolerance = fmin(tolerance, 0.02);
         compare(v, "the loss", step + 1, metrics.loss, r->metrics[step].loss);
         v->tolerance = tolerance;
         if (step + 1 == EVALUATE_AFTER && compare_evaluations(v, t, r, error) != 0) return -1;
     }
     compare_mean_norm(v, norms, r);
-    if (!bf16 && v->tolerance < 0.01) compare_weights(v, t->model, r); // AdamW enlarges what rounding changes
+    if (type == MT_F32 && v->tolerance < 0.01) compare_weights(v, t->model, r); // AdamW enlarges what rounding changes
     return 0;
 }
 
@@ -630,15 +633,19 @@ static void report_skipped(const mt_group *job, int ranks, const char *words, co
 }
 
 /* Trains one layout in this rank's job. */
-static void run_layout(const layout *row, bool bf16, double tolerance) {
+static void run_layout(const layout *row, mt_dtype type, double tolerance) {
     comparison v = {.tolerance = tolerance};
     mt_error error;
     char words[1024];
-    snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words, bf16 ? " --bf16" : "", row->words);
+    snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words,
+             type == MT_F32   ? ""
+             : type == MT_F16 ? " --fp16"
+                              : " --bf16",
+             row->words);
     trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences};
-    int status = trainee_parse(&t.options, row->subject, row->words, bf16, row->ranks, &error);
+    int status = trainee_parse(&t.options, row->subject, row->words, type, row->ranks, &error);
     if (status == 0) status = trainee_open(&t, &error);
-    if (status == 0) status = train_and_compare(&v, &t, &references[row->subject][bf16], bf16, &error);
+    if (status == 0) status = train_and_compare(&v, &t, &references[row->subject][type], type, &error);
     if (status < 0) snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
     if (status > 0)
         report_skipped(&t.grid.world, row->ranks, words, &error);
@@ -677,16 +684,16 @@ static bool turn_is_mine(int ranks, const char *words, int *turn) {
     return mine;
 }
 
-static void run_rows(const layout *rows, int count, bool bf16, double tolerance) {
-    references_make(rows, count, bf16);
+static void run_rows(const layout *rows, int count, mt_dtype type, double tolerance) {
+    references_make(rows, count, type);
     for (int size = 2; size <= 8; size *= 2)
         for (int i = 0, turn = 0; i < count; i++)
             if (rows[i].ranks == size && turn_is_mine(size, rows[i].words, &turn))
-                run_layout(&rows[i], bf16, tolerance);
+                run_layout(&rows[i], type, tolerance);
     report_finish();
 }
 
-#define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
+#define RUN_ROWS(rows, type, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), type, tolerance)
 
 /* ---- recomputation and offloading -------------------------------------------------------------------------------- */
 
@@ -767,7 +774,7 @@ static bool run_bits_of(run_bits *bits, const layout *row, const char *options, 
     bool evaluates = strcmp(options, NO_EVALUATIONS) != 0;
     snprintf(words, sizeof words, "%s%s%s", row->words, SAME, evaluates ? options : "");
     trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences, .ops = ops};
-    int status = trainee_parse(&t.options, row->subject, words, false, row->ranks, &error);
+    int status = trainee_parse(&t.options, row->subject, words, MT_F32, row->ranks, &error);
     if (status == 0) status = train_bits(bits, &t, evaluates, &error);
     if (status != 0) snprintf(v->failure, sizeof v->failure, "%.500s", error.text);
     trainee_close(&t);
@@ -945,7 +952,7 @@ static void run_same_bits_rows(const same_bits *pairs, int count) {
 static int scales_after_a_step(mt_fp8_state *state, trainee *t, const layout *row, mt_error *error) {
     mt_metrics metrics;
     t->sequences = subjects[row->subject].sequences;
-    if (trainee_parse(&t->options, row->subject, row->words, false, row->ranks, error) != 0) return -1;
+    if (trainee_parse(&t->options, row->subject, row->words, MT_F32, row->ranks, error) != 0) return -1;
     if (trainee_open(t, error) != 0 || train_one_step(t, &metrics, error) != 0) return -1;
     *state = mt_train_fp8_state(t->model);
     return 0;
@@ -1059,8 +1066,8 @@ static int half_load(comparison *v, trainee *t, const pair *p, const reference *
 
 static int half_run(comparison *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
                     mt_error *error) {
-    const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
-    int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
+    const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16 ? MT_BF16 : MT_F32];
+    int status = trainee_parse(&t->options, p->subject, h->words, h->bf16 ? MT_BF16 : MT_F32, h->ranks, error);
     if (status == 0) status = trainee_open(t, error);
     if (status == 0 && h == &p->loads) return half_load(v, t, p, r, number, folder, error);
     for (int step = 0; step < SAVED_AFTER && status == 0; step++) {
@@ -1103,7 +1110,7 @@ static void run_pairs(const pair *pairs, int count) {
         for (int i = 0; i < count; i++)
             if (pairs[i].saves.bf16 == bf16 || pairs[i].loads.bf16 == bf16)
                 needed[rows++] = (layout){1, pairs[i].subject, ""};
-        references_make(needed, rows, bf16);
+        references_make(needed, rows, bf16 ? MT_BF16 : MT_F32);
     }
     for (int loads = 0; loads < 2; loads++) {
         for (int size = 1; size <= 8; size *= 2)
@@ -1862,42 +1869,42 @@ static const pair of_adapters[] = {
 
 static void each_parallelism_alone_trains_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(alone, false, 1e-5);
+    RUN_ROWS(alone, MT_F32, 1e-5);
 }
 
 static void latent_attention_trains_like_one_rank_on_every_layout(void **state) {
     (void)state;
-    RUN_ROWS(of_latent_attention, false, 1e-5);
+    RUN_ROWS(of_latent_attention, MT_F32, 1e-5);
 }
 
 static void sparse_attention_trains_like_one_rank_on_every_layout(void **state) {
     (void)state;
-    RUN_ROWS(of_sparse_attention, false, 1e-5);
+    RUN_ROWS(of_sparse_attention, MT_F32, 1e-5);
 }
 
 static void multi_token_prediction_trains_like_one_rank_on_every_layout(void **state) {
     (void)state;
-    RUN_ROWS(with_multi_token_prediction, false, 1e-5);
+    RUN_ROWS(with_multi_token_prediction, MT_F32, 1e-5);
 }
 
 static void layouts_of_2_ranks_train_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(of_2_ranks, false, 1e-5);
+    RUN_ROWS(of_2_ranks, MT_F32, 1e-5);
 }
 
 static void layouts_of_4_ranks_train_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(of_4_ranks, false, 1e-5);
+    RUN_ROWS(of_4_ranks, MT_F32, 1e-5);
 }
 
 static void layouts_of_8_ranks_train_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(of_8_ranks, false, 1e-5);
+    RUN_ROWS(of_8_ranks, MT_F32, 1e-5);
 }
 
 static void layouts_with_experts_train_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(with_experts, false, 1e-5);
+    RUN_ROWS(with_experts, MT_F32, 1e-5);
 }
 
 static void recomputation_and_offloading_change_no_bit(void **state) {
@@ -1961,7 +1968,7 @@ static void train_with_a_router_of_zeros(const layout *row) {
     comparison v = {.tolerance = 1e-6};
     mt_error error;
     mt_metrics metrics, theory = {.imbalance = 4, .worst_imbalance = 4, .dropped = 0.75};
-    int status = trainee_parse(&t.options, row->subject, row->words, false, row->ranks, &error);
+    int status = trainee_parse(&t.options, row->subject, row->words, MT_F32, row->ranks, &error);
     if (status == 0) status = trainee_open(&t, &error);
     if (status == 0) set_router(t.model, -1, 0, 0);
     if (status == 0) status = train_one_step(&t, &metrics, &error);
@@ -1978,7 +1985,7 @@ static void train_with_a_poisoned_router(bool reads) {
     trainee t = {.grid = grid_of_job(4), .sequences = 1};
     mt_error error;
     mt_metrics metrics;
-    int status = trainee_parse(&t.options, EXPERTS, PP "2" EP "2", false, 4, &error);
+    int status = trainee_parse(&t.options, EXPERTS, PP "2" EP "2", MT_F32, 4, &error);
     if (status == 0) status = trainee_open(&t, &error);
     if (status != 0) mt_die("%s", error.text);
     for (int step = 0; step < 5 && status == 0; step++) {
@@ -2011,12 +2018,12 @@ static void every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite(v
 
 static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(in_bf16, true, 0.02);
+    RUN_ROWS(in_bf16, MT_BF16, 0.02);
 }
 
 static void stages_train_in_fp8_like_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(in_fp8_stages, false, 1e-5);
+    RUN_ROWS(in_fp8_stages, MT_F32, 1e-5);
 }
 
 /* A sum in another order can round a value to the other neighbour in fp8, 12% or 25% away, and in these small models
@@ -2025,12 +2032,12 @@ static void stages_train_in_fp8_like_one_rank(void **state) {
  */
 static void layouts_train_in_fp8_to_within_a_rounding_of_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(in_fp8_parts, false, 0.1);
+    RUN_ROWS(in_fp8_parts, MT_F32, 0.1);
 }
 
 static void operands_stored_in_fp8_train_like_those_of_one_rank(void **state) {
     (void)state;
-    RUN_ROWS(in_fp8_rows, true, 0.05);
+    RUN_ROWS(in_fp8_rows, MT_BF16, 0.05);
 }
 
 static void delayed_scales_are_those_of_one_rank(void **state) {
@@ -2066,9 +2073,9 @@ static void golden_families_train_like_pytorch_on_layouts(void **state) {
 
 static void adapters_train_like_one_rank_on_every_layout(void **state) {
     (void)state;
-    RUN_ROWS(with_adapters, false, 1e-5);
-    RUN_ROWS(with_adapters_in_bf16, true, 0.02);
-    RUN_ROWS(with_adapters_in_fp8, false, 1e-5);
+    RUN_ROWS(with_adapters, MT_F32, 1e-5);
+    RUN_ROWS(with_adapters_in_bf16, MT_BF16, 0.02);
+    RUN_ROWS(with_adapters_in_fp8, MT_F32, 1e-5);
 }
 
 static void savings_change_no_bit_of_adapters(void **state) {

@@ -1137,11 +1137,11 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *line = "--fp16 --loss-scale 3 --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp32-residual-connection --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
-                                    "  is not supported (fp16, which needs loss scaling: take --bf16): --fp16, "
-                                    "--loss-scale\n"
+                                    "  is not supported (other types of the residual stream, of logits and of the "
+                                    "loss): --fp32-residual-connection, --enable-autocast\n"
                                     "  has no meaning here (it is a Python function, or a part of one of Megatron's "
                                     "configuration classes); leave out: --fn\n"
                                     "  is named --hidden-size here: --d-model\n"
@@ -1602,9 +1602,10 @@ static void a_file_of_megatrons_tests_is_read(void **state) {
 
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
-    expect_yaml_error("fp16: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
+    expect_yaml_error("enable_autocast: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
                       "3 options cannot be used:\n"
-                      "  is not supported (fp16, which needs loss scaling: take --bf16): run.yaml:1: fp16\n"
+                      "  is not supported (other types of the residual stream, of logits and of the loss): "
+                      "run.yaml:1: enable_autocast\n"
                       "  is unknown: run.yaml:3: foo\n"
                       "  has no meaning here (it is a Python function, or a part of one of Megatron's configuration "
                       "classes); leave out: run.yaml:4: fn");

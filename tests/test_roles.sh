@@ -66,6 +66,37 @@ keys_have_options_and_references_values() {
         sets sft_train.data_args.file_name train-data-path train.json
 }
 
+# is_fp16 FILE ROLE KEY: the file's key sets --fp16, and no default sets --bf16.
+is_fp16() {
+    prints "$1" "$2" && sets "$3" fp16 true && ! grep -q -- '--bf16' "$work/out"
+}
+
+# verl's optimizer begins with a scale of its own.
+files_may_ask_for_fp16() {
+    for type in fp16 float16; do
+        sed "s/dtype: [a-z0-9]*/dtype: $type/" "$roles/roll.yaml" >"$work/half.yaml"
+        is_fp16 "$work/half.yaml" sft_train sft_train.model_args.dtype || return 1
+        sed "s/use_mbridge: True/dtype: $type/" "$roles/verl.yaml" >"$work/half.yaml"
+        is_fp16 "$work/half.yaml" actor_train actor_rollout_ref.actor.megatron.dtype &&
+            sets '(absent: initial_loss_scale)' initial-loss-scale 32768 || return 1
+        cat >"$work/half.yaml" <<EOF
+mode: both
+model: {model_path: a/b}
+algorithm: {algorithm_type: grpo}
+trainer: {trainer_config: {actor_rollout_ref: {actor: {megatron: {dtype: $type}}}}}
+EOF
+        is_fp16 "$work/half.yaml" actor_train trainer.trainer_config.actor_rollout_ref.actor.megatron.dtype || return 1
+    done
+    for keys in 'training_args: {fp16: true}' \
+        'strategy_args: {strategy_name: megatron_train, strategy_config: {fp16: true}}'; do
+        printf 'pretrain: a/b\nsft_train:\n  model_args: {}\n  %s\n' "$keys" >"$work/half.yaml"
+        prints "$work/half.yaml" sft_train && shows fp16 true && ! grep -q -- '--bf16' "$work/out" || return 1
+    done
+    # transformers' files have the default too
+    printf 'pretrain: a/b\nsft_train:\n  model_args: {}\n  training_args: {fp16: False}\n' >"$work/half.yaml"
+    prints "$work/half.yaml" sft_train && sets '(absent: dtype)' bf16 true
+}
+
 # Hugging Face writes num_train_epochs as a float.
 floats_are_whole_numbers() {
     sed 's/num_train_epochs: .*/num_train_epochs: 3.0/' "$roles/roll.yaml" >"$work/floats.yaml"
@@ -877,11 +908,11 @@ unknown_keys_have_a_line_and_a_name() {
             '  tensor_model_paralel_size: 1}}}' &&
         refuses 'unknown option learning_rate; did you mean learning_rate in training_args?' \
             'sft_train: {model_args: {}, learning_rate: 1}' || return 1
-    printf '%s\n' 'seeed: 1' 'sft_train:' '  model_args: {dtyp: bf16, dtype: fp16}' '  wxyz: ~' >"$work/bad.yaml"
+    printf '%s\n' 'seeed: 1' 'sft_train:' '  model_args: {dtyp: bf16, dtype: fp4}' '  wxyz: ~' >"$work/bad.yaml"
     if "$train" --config "$work/bad.yaml" --role sft_train >"$work/out" 2>"$work/err"; then return 1; fi
     says '4 options cannot be used' "$work/err" &&
         says 'is unknown: .*:1: seeed (did you mean seed?), .*:3: dtyp (did you mean dtype?), .*:4: wxyz' "$work/err" &&
-        says 'cannot be fp16: fp16 needs loss scaling: take bf16: .*:3: dtype' "$work/err"
+        says 'cannot be fp4: expects bf16, fp16 or fp32: .*:3: dtype' "$work/err"
 }
 
 # misspelt ROLE LINE NAME NEAREST YAML...: a key of another role's section is unknown.
@@ -987,8 +1018,6 @@ values_are_checked() {
         refuses 'num_labels can only be 1 here' 'sft_train: {model_args: {num_labels: 2}}' &&
         refuses 'lr_scheduler_type cannot be polynomial' \
             'sft_train: {training_args: {lr_scheduler_type: polynomial}}' &&
-        refuses 'fp16 is not supported' \
-            'sft_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {fp16: true}}}' &&
         refuses 'is not YAML' 'sft_train: [' && refuses 'has a second document' 'a: 1' '---' 'b: 1' &&
         refuses 'it has no sections' '- 1' && refuses 'has no sections of roles' 'seed: 1'
 }
@@ -1210,6 +1239,7 @@ roll_distill_trains() {
 
 check keys_have_options_and_references_values keys_have_options_and_references_values
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
+check files_may_ask_for_fp16 files_may_ask_for_fp16
 check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role

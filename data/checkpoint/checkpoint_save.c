@@ -676,8 +676,8 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
+    if (o->stack.fp16 || state->skipped_samples > 0) mt_json_set_int(json, "skipped_samples", state->skipped_samples);
     if (o->stack.fp16) {
-        mt_json_set_int(json, "skipped_samples", state->skipped_samples);
         mt_json_set_real(json, "loss_scale", state->loss_scaler.scale);
         mt_json_set_int(json, "growth_tracker", state->loss_scaler.growth_tracker);
         mt_json_set_int(json, "hysteresis_tracker", state->loss_scaler.hysteresis_tracker);

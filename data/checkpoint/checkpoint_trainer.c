@@ -62,14 +62,20 @@ static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const c
     return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
 }
 
-/* The scale of the loss, which runs in fp16 have. */
+/* The scale of the loss, which runs in fp16 have, and the samples that they skipped, which runs that began in fp16
+ * keep. Scale 0: no step was made. */
 static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
     mt_loss_scaler *scaler = &state->loss_scaler;
     const json_t *trackers = json_object_get(json, "hysteresis_tracker"), *scale = json_object_get(json, "loss_scale");
     *scaler = (mt_loss_scaler){0}, state->skipped_samples = 0;
+    if (json_object_get(json, "skipped_samples") &&
+        mt_trainer_int(json, "skipped_samples", state->consumed_train_samples, path, &state->skipped_samples, error) !=
+            0)
+        return -1;
     if (!scale) return 0;
     scaler->scale = json_number_value(scale);
-    if (!(scaler->scale >= 0 && scaler->scale <= 1e300) || !json_is_number(scale))
+    bool in_range = scaler->scale == 0 || (scaler->scale >= 1e-20 && scaler->scale <= 1e300);
+    if (!json_is_number(scale) || !in_range)
         return mt_error_set(error,
                             "%s: has no number \"loss_scale\" in its range; begin anew from these weights by "
                             "--finetune",
@@ -80,7 +86,7 @@ static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const
                             "%s: has no whole number \"hysteresis_tracker\"; begin anew from these weights by "
                             "--finetune",
                             path);
-    return mt_trainer_int(json, "skipped_samples", state->consumed_train_samples, path, &state->skipped_samples, error);
+    return 0;
 }
 
 int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_average *average, const char *path,

@@ -81,7 +81,7 @@ static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *pla
     char *at = values + place->slice * (tensor->bytes / place->slices);
     at += (place->transposed ? row : row * place->width) * size;
     for (int64_t c = 0; c < cols; c++) {
-        float value = line[c] + place->shift;
+        float value = place->shift != 0 ? line[c] + place->shift : line[c]; // 0 would change the sign of -0
         uint16_t half = mt_f32_to_half(value, tensor->dtype);
         memcpy(at + c * step * size, mt_dtype_is_half(tensor->dtype) ? (const void *)&half : &value, (size_t)size);
     }

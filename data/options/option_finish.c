@@ -471,11 +471,21 @@ static bool mt_options_reduces_in_fp16(const mt_run_options *o) {
            !MT_GIVEN(o, stack.main_grads_dtype);
 }
 
+static int mt_options_check_fp16(const mt_run_options *o, mt_error *error) {
+    if (o->stack.min_loss_scale > o->stack.initial_loss_scale)
+        return mt_error_set(error, "--min-loss-scale %g must be at most --initial-loss-scale %g",
+                            o->stack.min_loss_scale, o->stack.initial_loss_scale);
+    if (o->stack.pipeline_schedule == MT_SCHEDULE_ZB_H1 && mt_options_reduces_in_fp16(o))
+        return mt_error_set(error, "--pipeline-schedule zb-h1 with --fp16 needs --accumulate-allreduce-grads-in-fp32");
+    return 0;
+}
+
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
     mt_options_take_vocabulary(options);
     mt_options_drop_ignored(options);
     mt_options_scale_latent_rope(options);
+    if (mt_options_check_fp16(options, error) != 0) return -1;
     if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
     if (mt_options_reduces_in_fp16(options)) options->stack.main_grads_dtype = MT_OPTIMIZER_FP16;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||

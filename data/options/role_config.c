@@ -86,7 +86,10 @@ static void add_value(reader *r, int64_t index, const mt_role_key *row, const ch
     char *value = mt_malloc(MT_YAML_BYTES), reason[400];
     bool good = !row || mt_role_key_translate(row, text, value, MT_YAML_BYTES);
     mt_role_entry *entry = &r->config->entries[index];
-    if (good) {
+    if (good && row && strncmp(value, "--", 2) == 0) {
+        mt_string_set(&entry->option, value + 2);
+        mt_strings_add(&entry->values, "true");
+    } else if (good) {
         mt_strings_add(&entry->values, row ? value : text);
     } else {
         snprintf(reason, sizeof reason, "cannot be %.100s: %.250s", text, value);
@@ -825,7 +828,7 @@ static void add_defaults(reader *r, const char *root) {
         if (is_idle_in_loss(r, root, row->option, row->key)) continue;
         if (strncmp(row->key, "cispo_", 6) == 0 && !is_cispo) continue;
         if (decides_option(r, row->option) || (row->with && !has_condition(r, row->with))) continue;
-        if (row->unless && find_option(r, row->unless)) continue;
+        if (row->unless && is_set(r, row->unless)) continue;
         double number = *row->value == '=' ? derive_default(r, root, row->value) : 1;
         if (number == 0) continue;
         if (*row->value == '=') mt_real_print(value, number);

@@ -23,8 +23,7 @@
     "learning rate has no restarts: take cosine|polynomial=!take linear, or another of --lr-decay-style"
 #define OPTIMIZERS "adam=adam|adamw=adam|*=!take adam; --optimizer on the command line has others"
 #define DTYPES                                                                                                         \
-    "bf16=true|bfloat16=true|fp32=false|float32=false|fp16=!fp16 needs loss scaling: take bf16|float16=!fp16 needs "   \
-    "loss scaling: take bf16|auto=|*=!expects bf16 or fp32"
+    "bf16=true|bfloat16=true|fp32=false|float32=false|fp16=--fp16|float16=--fp16|auto=|*=!expects bf16, fp16 or fp32"
 #define ATTENTION                                                                                                      \
     "fa2=flash|flash_attention_2=flash|fa3=flash|flash_attention_3=flash|sdpa=auto|eager=unfused|disabled=unfused|"    \
     "fused=cudnn|local=unfused"
@@ -415,7 +414,6 @@ static const mt_role_key keys[] = {
     {"training_args", "ckpt_format", MT_KEY_FIXED, CHECKPOINTS, "legacy"},
     {"training_args", "cuda_graph_scope", MT_KEY_FIXED, "decoding alone has CUDA graphs", "full"},
     {"strategy_config", "save_only_model", MT_KEY_OPTION, "no-save-optim"},
-    {"strategy_config", "fp16", MT_KEY_REFUSED, "fp16 needs loss scaling: take bf16"},
 
     {"validation", "eval_steps", MT_KEY_UNUSED, VALIDATION},
     {"validation", "data_args", MT_KEY_SECTION, "valid_data_args"},
@@ -980,7 +978,7 @@ const mt_role_stage mt_role_stages[] = {
 };
 
 const mt_role_default mt_role_defaults[] = {
-    {"roll", NULL, "dtype", "bf16", "true"},
+    {"roll", NULL, "dtype", "bf16", "true", .unless = "fp16"},
     {"roll", NULL, "seed", "seed", "42"},
     // of transformers' TrainingArguments
     {"roll", NULL, "learning_rate", "lr", "5e-05"},
@@ -1014,7 +1012,8 @@ const mt_role_default mt_role_defaults[] = {
     {"roll", "rl", "reward.model_args", "reward", "model", "reward-load"},
     {"roll", "rl", "is_use_additional_prompts", "dynamic-sampling-max-rounds", "1", "dynamic-sampling"},
     // verl's generated file
-    {"verl", NULL, "dtype", "bf16", "true"},
+    {"verl", NULL, "dtype", "bf16", "true", .unless = "fp16"},
+    {"verl", NULL, "initial_loss_scale", "initial-loss-scale", "32768", "fp16", .unless = "loss-scale"},
     {"verl", NULL, "seed", "seed", "42"},
     {"verl", NULL, "lr", "lr", "1e-06"},
     {"verl", NULL, "lr_decay_style", "lr-decay-style", "constant"},
@@ -1040,7 +1039,8 @@ const mt_role_default mt_role_defaults[] = {
     {"verl", "rl", "reward_model", "reward", "model", "key reward_model.enable"},
     {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
     // Trinity-RFT's classes, and those of the trainer's part
-    {"trinity", NULL, "dtype", "bf16", "true"},
+    {"trinity", NULL, "dtype", "bf16", "true", .unless = "fp16"},
+    {"trinity", NULL, "initial_loss_scale", "initial-loss-scale", "32768", "fp16", .unless = "loss-scale"},
     {"trinity", NULL, "seed", "seed", "42"},
     {"trinity", NULL, "lr_scheduler_type", "lr-decay-style", "constant"},
     {"trinity", NULL, "sequence_parallel", "sequence-parallel", "true", "tensor-model-parallel-size"},

@@ -43,8 +43,9 @@ typedef struct mt_role_key {
     const char *names;   // with blanks between them; "*": all others
     mt_role_key_kind kind;
     const char *text;
-    // MT_KEY_FIXED: "a|b". Otherwise values that have other names here, "theirs=ours|theirs=!reason to refuse"; "*="
-    // is any other, and a value without a name is the default. NULL: as they are.
+    // MT_KEY_FIXED: "a|b". Otherwise values that have other names here, "theirs=ours|theirs=!reason to refuse", or are
+    // another option that is true, "theirs=--option"; "*=" is any other, and a value without a name is the default.
+    // NULL: as they are.
     const char *values;
     const char *roles;    // that the key is for, with blanks between them; "=": the role of the key's name; NULL: all
     const char *accepted; // values to accept without effect while the option does not exist, besides false
@@ -79,7 +80,7 @@ typedef struct mt_role_default {
     const char *key, *option;
     const char *value;  // "=..." follows from other keys (role_config.c)
     const char *with;   // "option", not false, "option=value" or "key a.b", true, that the file must have; NULL: none
-    const char *unless; // an option that the file must not set; NULL: none
+    const char *unless; // an option that the file must not set, but to false; NULL: none
 } mt_role_default;
 extern const mt_role_default mt_role_defaults[]; // ends with a root of NULL
 
