@@ -510,6 +510,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
+        {l->no_delta && mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET),
+         "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take --device cpu"},
         {delta && mt_exceeds(o->linear_key_head_dim, l->delta_channels),
          "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
          {o->linear_key_head_dim, l->delta_channels}},
@@ -4490,11 +4492,11 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
  *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
  *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
  *
- * Both pairs move the same number of bytes; the second saves 1/t of the activations per rank. With --tp-comm-overlap
+ * Both pairs move the same number of bytes; the second leaves each rank 1/tp of the rows. With --tp-comm-overlap
  * the second pair transfers one rank's rows at a time, overlapped with products. Invariant: results are complete on the
  * stream of the call. */
 
-/* Forward: x[T, C], replicated -> x. Backward: dx, a partial sum per rank -> the sum, in place. */
+/* Forward: x[T, C] -> x. Backward: dx[T, C]+tp -> dx[T, C], in place. */
 const void *mt_copy_to_tensor_region_forward(const void *x) {
     return x;
 }
@@ -4502,7 +4504,7 @@ void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, i
     tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
 }
 
-/* Forward: x[T, C], a partial sum per rank -> the sum, in place. Backward: the replicated gradient, unchanged. */
+/* Forward: x[T, C]+tp -> x[T, C], in place. Backward: dx[T, C], unchanged. */
 void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
     tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
 }
@@ -4510,19 +4512,18 @@ const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
-/* all[T, C] = own[T / t, C] of every rank, in rank order. */
+/* own[T/tp, C] -> all[T, C], in rank order. */
 static void mt_all_gather_rows(const mt_tensor_parallel *tp, void *all, const void *own, int64_t C, mt_stream *stream) {
     tp->ops->all_gather(all, own, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
-/* own[T / t, C] = this rank's rows of the sum of `partial`[T, C] over the ranks. */
+/* partial[T, C]+tp -> own[T/tp, C]. */
 static void mt_reduce_scatter_rows(const mt_tensor_parallel *tp, void *own, const void *partial, int64_t C,
                                    mt_stream *stream) {
     tp->ops->reduce_scatter(own, partial, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
-/* Forward: x[T / t, C], this rank's rows -> y[T, C], all rows. Backward: dy[T, C], a partial sum per rank ->
- * dx[T / t, C], this rank's rows of the sum. */
+/* Forward: x[T/tp, C] -> y[T, C]. Backward: dy[T, C]+tp -> dx[T/tp, C]. */
 void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
                                             mt_stream *stream) {
     mt_all_gather_rows(tp, y, x, C, stream);
@@ -4532,8 +4533,7 @@ void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void 
     mt_reduce_scatter_rows(tp, dx, dy, C, stream);
 }
 
-/* Forward: x[T, C], a partial sum per rank -> y[T / t, C], this rank's rows of the sum. Backward: dy[T / t, C] ->
- * dx[T, C], all rows. */
+/* Forward: x[T, C]+tp -> y[T/tp, C]. Backward: dy[T/tp, C] -> dx[T, C]. */
 void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
     mt_reduce_scatter_rows(tp, y, x, C, tp->stream);
 }
@@ -4550,7 +4550,7 @@ static const void *mt_region_enter_forward(const mt_tensor_parallel *tp, const v
     return tp->gathered;
 }
 
-/* Gradient of all rows, a partial sum per rank in `partial` -> dx[rows, C]. */
+/* partial[T, C]+tp -> dx[rows, C]. */
 static void mt_region_enter_backward(const mt_tensor_parallel *tp, void *dx, const void *partial, int64_t C,
                                      mt_stream *stream) {
     if (!tp->sequence_parallel)
@@ -4658,10 +4658,10 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 }
 
 /* ==== §7 linear ================================================================================================== */
-/* Every matrix product with a parameter. A column-parallel weight is cut by rows, [N / t, K]: each tensor-parallel rank
- * computes a share of the outputs. A row-parallel weight is cut by columns, [N, K / t]: each rank computes a partial
- * sum. With a group of one both are plain products. Experts use grouped products. This section handles communication,
- * its overlap, fp8, adapters, and accumulation of gradients; layers know none of them. fp8 stands before the product,
+/* Every matrix product with a parameter. A column-parallel weight is w[N/tp, K]: each tensor-parallel rank computes a
+ * share of the outputs, y[T, N/tp]. A row-parallel weight is w[N, K/tp]: each rank computes a summand, y[T, N]+tp. With
+ * a group of one both are plain products. Experts use grouped products. This section handles communication, its
+ * overlap, fp8, adapters, and accumulation of gradients; layers know none of them. fp8 stands before the product,
  * adapters after it. Invariants: gradients of weights need no communication; a step's first product overwrites dw,
  * later ones add to it. */
 
@@ -5059,7 +5059,7 @@ static void mt_product_backward_weight(mt_product p) {
     if (mt_linear_adapts(p.l)) mt_adapter_backward_weight(&p);
 }
 
-/* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
+/* ---- column parallel: x[rows, K] -> y[T, N/tp] */
 
 static void mt_column_forward(const mt_product *whole) {
     const mt_tensor_parallel *tp = whole->tp;
@@ -5101,7 +5101,7 @@ static void mt_column_backward(const mt_product *whole, int halves) {
     if (parallel && (halves & MT_BACKWARD_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
-/* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
+/* ---- row parallel: x[T, K/tp] -> y[T, N]+tp -> y[rows, N] */
 
 /* Only the first rank adds the bias. */
 static void mt_row_forward(const mt_product *whole) {

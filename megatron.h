@@ -5,6 +5,8 @@
  *   H  query heads                                G  query groups (key and value heads)
  *   D  channels of one head                       F  feed-forward size
  *   V  padded vocabulary                          L  layers
+ * An axis that ranks share is divided by their group: w[N/tp, K] is N/tp of w's N rows. y[T, C]+tp is a sum: each rank
+ * of the group has one summand. Groups are tp, cp, dp, pp and ep; notes/steps/README.md derives all messages from this.
  * A shape such as [T, C] is row-major; an operand whose rows are further apart than they are wide has a stride, counted
  * in elements. Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line
  * in mt_error.
@@ -2371,7 +2373,7 @@ typedef struct mt_limits {
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
-    bool no_bf16;                  // without products of bf16
+    bool no_bf16, no_delta;        // without products of bf16; without the gated delta rule
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
     bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
@@ -2637,8 +2639,8 @@ typedef struct mt_weight {
 typedef enum mt_linear_kind {
     MT_LINEAR_REPLICATED, // whole on every rank: x[rows, K] -> y[rows, N]
     MT_LINEAR_ROUTER,     // the same with fp32 products and outputs
-    MT_LINEAR_COLUMN,     // cut by rows of w: x[rows, K] -> y[T, N]
-    MT_LINEAR_ROW,        // cut by columns of w: x[T, K] -> y[rows, N], the sum over ranks
+    MT_LINEAR_COLUMN,     // w[N/tp, K]: x[rows, K] -> y[T, N/tp]
+    MT_LINEAR_ROW,        // w[N, K/tp]: x[T, K/tp] -> y[T, N]+tp, whose sum is y[rows, N]
     MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
 } mt_linear_kind;
 

@@ -9,9 +9,9 @@
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
- * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels where a block has less;
+ * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels in 99 KiB;
  * ssd.cu has a state in the registers of a block, or in shared memory in fp32, and half its columns where a block has
- * less than those 160 KiB; tensor cores multiply states of one size;
+ * less than those 160 KiB, and half its rows too below 99; tensor cores multiply states of one size;
  * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
 enum {
     MT_CUDNN_TOKENS = 128,
@@ -24,6 +24,7 @@ enum {
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
     MT_CUDA_DELTA_CHANNELS = 128,
     MT_CUDA_DELTA_SHARED = 160 * 1024,
+    MT_CUDA_DELTA_LEAST_SHARED = 99 * 1024,
     MT_CUDA_SSD_ROWS = 256,
     MT_CUDA_SSD_COLUMNS = 128,
     MT_CUDA_SSD_TILE_ROWS = 128,

@@ -938,6 +938,68 @@ static void draw_pipelines(const char *folder) {
     picture_close(&p);
 }
 
+/* All forwards, then all backwards of twice the length, which the program cannot run: each starts as early as it can.
+ */
+static mt_timeline timeline_of_all_forwards(int64_t pp, int64_t micro_batches) {
+    int64_t count = 2 * pp * micro_batches, i = 0, last = pp - 1 + micro_batches; // the first backward's start
+    mt_timeline t = {.schedule = {MT_SCHEDULE_1F1B, pp, 1, micro_batches, 0}, .first = mt_calloc((pp + 1) * 8)};
+    t.actions = mt_calloc(count * (int64_t)sizeof *t.actions), t.live = mt_calloc(pp * 8);
+    t.start = mt_calloc(count * 8), t.end = mt_calloc(count * 8);
+    for (int64_t rank = 0; rank < pp; rank++, t.first[rank] = i) {
+        t.live[rank] = micro_batches;
+        for (int64_t m = 0; m < 2 * micro_batches; m++, i++) {
+            bool forward = m < micro_batches;
+            t.actions[i].kind = forward ? MT_ACTION_FORWARD : MT_ACTION_BACKWARD;
+            t.actions[i].micro_batch = m % micro_batches;
+            t.actions[i].peer = -1;
+            t.start[i] = (double)(forward ? rank + m : last + 2 * (pp - 1 - rank + m - micro_batches));
+            t.end[i] = t.start[i] + (forward ? 1 : 2);
+        }
+    }
+    t.span = t.end[micro_batches * 2 - 1];
+    t.bubble = t.span / (3 * (double)micro_batches) - 1;
+    return t;
+}
+
+/* Draws a timeline, and below it the micro-batches whose activations rank 0 holds. */
+static void draw_waiting(picture *p, double x, double y, double unit, const mt_timeline *t, const char *name) {
+    const double base = y + 24 * (double)t->schedule.pp + 62, level = 6;
+    text(p, x, y - 10, START, "%s: bubble %.1f%% of the work, rank 0 holds up to %lld micro-batches", name,
+         100 * t->bubble, (long long)t->live[0]);
+    mt_timeline_draw(t, p->file, x, y, unit);
+    for (int time = 0; time < llround(t->span); time++) {
+        int held = 0;
+        for (int64_t i = t->first[0]; i < t->first[1]; i++) {
+            if (t->actions[i].peer >= 0) continue;
+            if (t->actions[i].kind == MT_ACTION_FORWARD) held += t->start[i] <= time;
+            if (t->actions[i].kind == MT_ACTION_BACKWARD) held -= t->end[i] <= time;
+        }
+        if (held > 0) box(p, x + unit * time, base - level * held, unit - 1, level * held, fills[ORANGE]);
+    }
+    text(p, x - 8, base - 12, END, "held by");
+    text(p, x - 8, base, END, "rank 0");
+    line(p, x, base, x + unit * t->span, base, FAINT, 0.8);
+}
+
+static void draw_memory(const char *folder) {
+    const mt_schedule plain = {MT_SCHEDULE_1F1B, 4, 1, 8, 0};
+    const mt_action_costs costs = {1, 1, 1, 0};
+    mt_timeline first = timeline_of_all_forwards(4, 8), alternating;
+    MT_CHECK(mt_timeline_create(&alternating, &plain, &costs, 0) == 0);
+    picture p =
+        picture_open(folder, "07-memory", "All forwards first, and 1F1B: the same bubble, less memory", 900, 456);
+    static const char *const names[] = {"forward", "backward", "activations that wait, in micro-batches"};
+    for (int i = 0; i < 3; i++) {
+        box(&p, 70 + 120 * i, 20, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : ORANGE]);
+        text(&p, 86 + 120 * i, 29, START, "%s", names[i]);
+    }
+    text(&p, 880, 29, END, "left: rank; right: most that it holds");
+    draw_waiting(&p, 70, 72, 23, &first, "all forwards first (GPipe)");
+    draw_waiting(&p, 70, 280, 23, &alternating, "1F1B");
+    mt_timeline_free(&first), mt_timeline_free(&alternating);
+    picture_close(&p);
+}
+
 /* The bubble fraction over the number of micro-batches, obtained by simulating the lists. */
 static void draw_bubbles(const char *folder) {
     enum { PP = 8, MOST = 64 };
@@ -1551,6 +1613,72 @@ static void draw_tensor(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- a matrix cut by columns and by rows ---- */
+
+enum { CUT_T = 2, CUT_K = 4, CUT_N = 4, CUT_RANKS = 2 };
+
+/* A matrix of small numbers; a cell has the colour of the rank that has it, or none if all ranks have it. */
+static void draw_matrix(picture *p, double x, double y, const int *values, int rows, int columns, const int *by_column,
+                        const int *by_row) {
+    const double width = 28, height = 22;
+    for (int i = 0; i < rows * columns; i++) {
+        int owner = by_column ? by_column[i % columns] : by_row ? by_row[i / columns] : -1;
+        double left = x + width * (i % columns), top = y + height * (i / columns);
+        frame(p, left, top, width, height, owner < 0 ? "#ffffff" : fills[owner]);
+        text(p, left + width / 2, top + 15, MIDDLE, "%d", values[i]);
+    }
+}
+
+/* y[T, N] = x[T, K] w[N, K]ᵀ over the terms [first, end) of the sums; `w` is transposed, [K, N]. */
+static void multiply(int *y, const int *x, const int *w, int first, int end) {
+    for (int i = 0; i < CUT_T * CUT_N; i++) {
+        y[i] = 0;
+        for (int k = first; k < end; k++) y[i] += x[i / CUT_N * CUT_K + k] * w[k * CUT_N + i % CUT_N];
+    }
+}
+
+static void draw_cut(const char *folder) {
+    static const int x[CUT_T * CUT_K] = {1, 2, 0, 1, 2, 1, 1, 3};
+    static const int w[CUT_K * CUT_N] = {1, 0, 2, 1, 0, 1, 1, 2, 3, 1, 0, 1, 1, 2, 1, 0};
+    static const int halves[CUT_K] = {BLUE, BLUE, ORANGE, ORANGE}, blue[CUT_N] = {BLUE, BLUE, BLUE, BLUE},
+                     orange[CUT_N] = {ORANGE, ORANGE, ORANGE, ORANGE};
+    int whole[CUT_T * CUT_N], part[CUT_RANKS][CUT_T * CUT_N];
+    multiply(whole, x, w, 0, CUT_K);
+    for (int rank = 0; rank < CUT_RANKS; rank++)
+        multiply(part[rank], x, w, CUT_K / CUT_RANKS * rank, CUT_K / CUT_RANKS * (rank + 1));
+    for (int i = 0; i < CUT_T * CUT_N; i++) MT_CHECK(whole[i] == part[0][i] + part[1][i]);
+    picture p = picture_open(folder, "11-cut", "A matrix cut by columns and by rows", 900, 356);
+    static const char *const names[] = {"rank 0", "rank 1", "both ranks"};
+    for (int i = 0; i < 3; i++) {
+        frame(&p, 600 + 90 * i, 18, 10, 10, i == 0 ? fills[BLUE] : i == 1 ? fills[ORANGE] : "#ffffff");
+        text(&p, 616 + 90 * i, 27, START, "%s", names[i]);
+    }
+    text(&p, 20, 27, START, "y[T, N] = x[T, K] w[N, K]ᵀ, T = 2, K = N = 4; w is drawn transposed, K down, N across");
+    const double step = 168, left = 60;
+    const char *const signs[2][4] = {{"x", "=", "", ""}, {"x", "=", "+", "="}};
+    for (int cut = 0; cut < 2; cut++) {
+        double y = 92 + 152 * cut, middle = y + 44;
+        text(&p, 20, y - 30, START, "%s",
+             cut == 0 ? "column parallel, w[N/tp, K]: each rank computes some channels of y. No message."
+                      : "row parallel, w[N, K/tp]: each rank computes a part of every sum. One all-reduce.");
+        text(&p, left, y - 8, START, "%s", cut == 0 ? "x[T, K]" : "x[T, K/tp]");
+        draw_matrix(&p, left, y + 22, x, CUT_T, CUT_K, cut == 0 ? NULL : halves, NULL);
+        text(&p, left + step, y - 8, START, "%s", cut == 0 ? "w[N/tp, K]" : "w[N, K/tp]");
+        draw_matrix(&p, left + step, y, w, CUT_K, CUT_N, cut == 0 ? halves : NULL, cut == 0 ? NULL : halves);
+        text(&p, left + 2 * step, y - 8, START, "%s", cut == 0 ? "y[T, N/tp]" : "y[T, N]+tp, two summands");
+        if (cut == 0)
+            draw_matrix(&p, left + 2 * step, y + 22, whole, CUT_T, CUT_N, halves, NULL);
+        else {
+            draw_matrix(&p, left + 2 * step, y + 22, part[0], CUT_T, CUT_N, blue, NULL);
+            draw_matrix(&p, left + 3 * step, y + 22, part[1], CUT_T, CUT_N, orange, NULL);
+            text(&p, left + 4 * step, y - 8, START, "y[T, N]");
+            draw_matrix(&p, left + 4 * step, y + 22, whole, CUT_T, CUT_N, NULL, NULL);
+        }
+        for (int i = 0; i < 4; i++) text(&p, left + step * (i + 1) - 28, middle + 4, MIDDLE, "%s", signs[cut][i]);
+    }
+    picture_close(&p);
+}
+
 /* ---- 12: latent attention ---------------------------------------------------------------------------------------- */
 
 /* A vector of so many channels, to scale, with its name above it. Returns the y below it. */
@@ -1777,6 +1905,100 @@ static void draw_folding(const char *folder) {
     text_in(&p, FAINT, 72, 72 + 80, END, "dense");
     text_in(&p, FAINT, 72, 72 + 186 + 80, END, "experts");
     text_in(&p, FAINT, 80, 424, START, "white: a group of one");
+    picture_close(&p);
+}
+
+/* ---- the journey of a token ---- */
+
+enum { JOURNEY_RANKS = 2, JOURNEY_TOKENS = 6, JOURNEY_EXPERTS = 4, JOURNEY_CHOICES = 2, JOURNEY_ROWS = 12 };
+
+/* A row: a token's hidden state on its way to one of its experts, and the rank and place where it is. */
+typedef struct journey_row {
+    int token, expert, rank, place;
+} journey_row;
+
+/* Sorts the rows stably by a key and numbers the places on each rank. */
+static void journey_sort(journey_row *rows, bool by_expert) {
+    for (int i = 1; i < JOURNEY_ROWS; i++)
+        for (int j = i; j > 0; j--) {
+            const journey_row *a = &rows[j - 1], *b = &rows[j];
+            if (a->rank < b->rank || (a->rank == b->rank && (!by_expert || a->expert <= b->expert))) break;
+            journey_row swapped = rows[j];
+            rows[j] = rows[j - 1], rows[j - 1] = swapped;
+        }
+    for (int i = 0; i < JOURNEY_ROWS; i++)
+        rows[i].place = i > 0 && rows[i].rank == rows[i - 1].rank ? rows[i - 1].place + 1 : 0;
+}
+
+static double journey_top(int rank, int place) {
+    return 84 + 200 * rank + 22 * place;
+}
+
+static const journey_row *journey_find(const journey_row *rows, const journey_row *row) {
+    for (int i = 0; i < JOURNEY_ROWS; i++)
+        if (rows[i].token == row->token && rows[i].expert == row->expert) return &rows[i];
+    mt_die("the row of token %d and expert %d is lost", row->token, row->expert);
+}
+
+static void draw_journey(const char *folder) {
+    enum { COLUMNS = 4, FOLLOWED = 1 };
+    static const int choices[JOURNEY_TOKENS][JOURNEY_CHOICES] = {{0, 1}, {1, 2}, {0, 3}, {1, 2}, {0, 1}, {1, 3}};
+    static const char *const titles[] = {"tokens",          "rows, by expert", "after the all-to-all",
+                                         "by expert: MLPs", "back, as before", "their sums"};
+    static const int colour[JOURNEY_EXPERTS] = {BLUE, TEAL, ORANGE, YELLOW};
+    const double width = 66, step = 152, left = 62;
+    journey_row at[COLUMNS][JOURNEY_ROWS]; // sorted, arrived, sorted again, back
+    for (int i = 0; i < JOURNEY_ROWS; i++) {
+        int token = i / JOURNEY_CHOICES;
+        at[0][i] =
+            (journey_row){token, choices[token][i % JOURNEY_CHOICES], token / (JOURNEY_TOKENS / JOURNEY_RANKS), 0};
+    }
+    journey_sort(at[0], true);
+    memcpy(at[1], at[0], sizeof at[0]);
+    for (int i = 0; i < JOURNEY_ROWS; i++) at[1][i].rank = at[1][i].expert / (JOURNEY_EXPERTS / JOURNEY_RANKS);
+    journey_sort(at[1], false); // stable: by sender, and by expert within the rows of a sender
+    memcpy(at[2], at[1], sizeof at[1]);
+    journey_sort(at[2], true);
+    memcpy(at[3], at[0], sizeof at[0]);
+    picture p = picture_open(folder, "15-journey", "The journey of a token to its experts and back", 900, 458);
+    text(&p, 20, 28, START,
+         "2 ranks with 3 tokens and 2 experts each; a token has 2 experts. The thick lines follow token %d.", FOLLOWED);
+    for (int i = 0; i < COLUMNS + 2; i++) text(&p, left + step * i + width / 2, 60, MIDDLE, "%s", titles[i]);
+    for (int pass = 0; pass < 2; pass++) // the token that is followed lies above
+        for (int column = -1; column < COLUMNS; column++)
+            for (int i = 0; i < JOURNEY_ROWS; i++) {
+                const journey_row *from = &at[column < 0 ? 0 : column][i];
+                const journey_row *to = column < 0 || column == COLUMNS - 1 ? from : journey_find(at[column + 1], from);
+                int token = from->token % (JOURNEY_TOKENS / JOURNEY_RANKS);
+                double y1 = column < 0 ? journey_top(from->rank, 2 * token) : journey_top(from->rank, from->place);
+                double y2 = column == COLUMNS - 1 ? journey_top(to->rank, 2 * token) : journey_top(to->rank, to->place);
+                if ((from->token == FOLLOWED) != (pass == 1)) continue;
+                line(&p, left + step * (column + 1) + width, y1 + 9, left + step * (column + 2), y2 + 9,
+                     pass                     ? INK
+                     : from->rank != to->rank ? "#b8621b"
+                                              : FAINT,
+                     pass ? 2.4 : 0.8);
+            }
+    for (int token = 0; token < JOURNEY_TOKENS; token++)
+        for (int side = 0; side < 2; side++) {
+            int rank = token / (JOURNEY_TOKENS / JOURNEY_RANKS), place = 2 * (token % (JOURNEY_TOKENS / JOURNEY_RANKS));
+            double x = left + step * (COLUMNS + 1) * side;
+            frame(&p, x, journey_top(rank, place), width, 18, "#ffffff");
+            text(&p, x + width / 2, journey_top(rank, place) + 13, MIDDLE, "%s %d", side ? "sum" : "token", token);
+        }
+    for (int column = 0; column < COLUMNS; column++)
+        for (int i = 0; i < JOURNEY_ROWS; i++) {
+            const journey_row *row = &at[column][i];
+            double x = left + step * (column + 1), y = journey_top(row->rank, row->place);
+            frame(&p, x, y, width, 18, fills[colour[row->expert]]);
+            text(&p, x + width / 2, y + 13, MIDDLE, "%d to e%d", row->token, row->expert);
+        }
+    for (int rank = 0; rank < JOURNEY_RANKS; rank++)
+        text(&p, left - 8, journey_top(rank, 0) + 13, END, "rank %d", rank);
+    line(&p, 20, 270, 880, 270, FAINT, 0.8);
+    text(&p, 20, 440, START,
+         "experts 0 and 1 are on rank 0, 2 and 3 on rank 1. Brown: rows that change the rank. Rank 0 gets eight rows, "
+         "rank 1 four.");
     picture_close(&p);
 }
 
@@ -2342,6 +2564,71 @@ static void draw_collectives(const char *folder) {
     chart_legend(&p, 500, 422, strokes[0], "ring");
     chart_legend(&p, 600, 422, strokes[1], "tree");
     chart_legend(&p, 700, 422, strokes[2], "two trees, pieces");
+    picture_close(&p);
+}
+
+/* ---- the five collectives ---- */
+
+/* A slice in the buffer of a rank: `from` is the rank whose values they are, REDUCERS if they are sums, -1 if there is
+ * nothing; `slice` is the slice of that rank. */
+typedef struct five_cell {
+    int from, slice;
+} five_cell;
+
+static five_cell five_before(int operation, int rank, int slice) {
+    bool has = operation == 2 ? slice == rank : operation != 4 || rank == 0; // all-gather, broadcast
+    return (five_cell){has ? rank : -1, slice};
+}
+
+static five_cell five_after(int operation, int rank, int slice) {
+    switch (operation) {
+    case 0:
+        return (five_cell){REDUCERS, slice};
+    case 1:
+        return (five_cell){slice == rank ? REDUCERS : -1, slice};
+    case 2:
+        return (five_cell){slice, slice};
+    case 3:
+        return (five_cell){slice, rank};
+    default:
+        return (five_cell){0, slice};
+    }
+}
+
+static void draw_five(const char *folder) {
+    enum { OPERATIONS = 5 };
+    static const char *const names[OPERATIONS] = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all",
+                                                  "broadcast"};
+    static const char *const sends[OPERATIONS] = {"2 (n - 1)/n N", "(n - 1)/n N", "(n - 1)/n N", "(n - 1)/n N",
+                                                  "rank 0: N or more"};
+    const double width = 30, height = 22;
+    picture p = picture_open(folder, "21-five", "The five collectives on four ranks", 900, 380);
+    text(&p, 20, 28, START,
+         "4 ranks, a buffer of 4 slices: b2 is slice 2 of the values of rank 1, +2 the sum of a2, b2, c2 and d2");
+    for (int operation = 0; operation < OPERATIONS; operation++) {
+        double x = 76 + 166 * operation;
+        text(&p, x + 2 * width, 60, MIDDLE, "%s", names[operation]);
+        for (int after = 0; after < 2; after++)
+            for (int rank = 0; rank < REDUCERS; rank++) {
+                double y = (after ? 206 : 76) + height * rank;
+                if (operation == 0) text(&p, x - 8, y + 15, END, "rank %d", rank);
+                for (int slice = 0; slice < REDUCERS; slice++) {
+                    five_cell cell = after ? five_after(operation, rank, slice) : five_before(operation, rank, slice);
+                    static const int fill[REDUCERS + 1] = {BLUE, ORANGE, GREEN, YELLOW, PURPLE};
+                    frame(&p, x + width * slice, y, width, height, cell.from < 0 ? "#ffffff" : fills[fill[cell.from]]);
+                    if (cell.from >= 0)
+                        text(&p, x + width * (slice + 0.5), y + 15, MIDDLE, "%c%d", "abcd+"[cell.from], cell.slice);
+                }
+            }
+        double middle = x + 2 * width; // an arrow
+        line(&p, middle, 172, middle, 196, INK, 1.2);
+        line(&p, middle - 5, 190, middle, 196, INK, 1.2);
+        line(&p, middle + 5, 190, middle, 196, INK, 1.2);
+        text(&p, middle, 322, MIDDLE, "%s", sends[operation]);
+    }
+    text(&p, 20, 352, START,
+         "The last line: bytes that a rank sends, N the bytes of four slices. An all-reduce is the next two, one after "
+         "the other.");
     picture_close(&p);
 }
 
@@ -3395,20 +3682,24 @@ int main(int argc, char **argv) {
     draw_step(argv[1]);
     draw_pipelines(argv[1]);
     draw_bubbles(argv[1]);
+    draw_memory(argv[1]);
     draw_sharing(argv[1]);
     draw_context(argv[1]);
     draw_grid(argv[1]);
     draw_tensor(argv[1]);
+    draw_cut(argv[1]);
     draw_latent(argv[1]);
     draw_checkpoint(argv[1]);
     draw_routers(argv[1]);
     draw_folding(argv[1]);
+    draw_journey(argv[1]);
     draw_recomputation(argv[1]);
     draw_offloading(argv[1]);
     draw_fp8(argv[1]);
     draw_ratios(argv[1]);
     draw_preferences(argv[1]);
     draw_collectives(argv[1]);
+    draw_five(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
     draw_generation(argv[1]);

@@ -1902,6 +1902,16 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     results_free(&actual), results_free(&again), results_free(&answer);
 }
 
+/* False for heads that models of this GPU do not have: it refuses them by its limits. */
+static bool has_heads(const operation *op, const int64_t *sizes) {
+    const mt_limits *l = &gpu->limits;
+    bool of_channels = strstr(op->name, "of channels") != NULL;
+    if (strncmp(op->name, "delta_rule", 10) == 0 && !of_channels)
+        return !l->no_delta && sizes[3] <= l->delta_channels && sizes[4] <= l->delta_channels;
+    if (strncmp(op->name, "ssd_", 4) == 0) return sizes[3] <= l->ssd_rows && sizes[4] <= l->ssd_columns;
+    return true;
+}
+
 static void gpu_agrees_with_cpu(void **state) {
     operation *op = *state;
     if (!gpu) {
@@ -1910,6 +1920,7 @@ static void gpu_agrees_with_cpu(void **state) {
     }
     failures = 0;
     for (int64_t i = 0; op->shapes[i][0] != 0; i++) {
+        if (!has_heads(op, op->shapes[i])) continue;
         compare(op, op->shapes[i], MT_F32);
         if (!gpu->limits.no_bf16) compare(op, op->shapes[i], MT_BF16);
         compare(op, op->shapes[i], MT_F16);

@@ -20,7 +20,7 @@ if ! [ -x "${MT_BIN:-.}/data/preprocess" ]; then
     echo "skipped: data/preprocess is not built"
     exit 77
 fi
-pages=${MT_NOTES:-$(ls notes/[0-9]*.md notes/extending.md notes/glossary.md notes/steps/*.md 2>/dev/null)}
+pages=${MT_NOTES:-$(ls notes/*.md notes/steps/*.md | grep -v lab.md)}
 
 # make_tree FOLDER: a folder that looks like the project's to a command: links to its files, and to the programs of
 # this build.
@@ -121,7 +121,7 @@ measurements_can_be_repeated() {
 # lines in all, and answers each of its exercises.
 has_form() {
     for page; do
-        case $page in */glossary.md | */extending.md | */steps/*) continue ;; esac
+        case $page in notes/[0-9]* | */02-parameters.md) ;; *) continue ;; esac
         awk '
             BEGIN {
                 parts = "The idea,The derivation,The lines,Try it,What it costs,Where it is,Exercises"
@@ -134,6 +134,7 @@ has_form() {
             /^[^ ]/ { in_quote = /^<!-- quote / }
             in_quote && /^    / { quoted++; in_section += seen == 3 }
             seen == 4 && /^<!-- run/ { runs++ }
+            /^<details>/ { quizzes++ }
             seen == 5 && /[0-9]/ { costs++ }
             seen == 5 && /[Mm]easure|took/ { measures++ }
             answers == "" && /^(## |\*\*)Answers/ { answers = " " }
@@ -148,11 +149,54 @@ has_form() {
                 if (quoted > 30) complain("quotes " quoted " lines of the source, more than 30")
                 if (!runs || !costs) lacks("an experiment that is run, or numbers of its cost")
                 if (!measures) lacks("a measurement of its cost")
-                if (exercises < 3) lacks("three exercises")
+                if (exercises + quizzes < 3 || !exercises) lacks("three exercises")
                 for (i = 1; i <= exercises; i++)
                     if (index(answers, " " i ". ") == 0) lacks("the answer to exercise " i)
                 exit failed
             }' "$page" >"$work/err" || return 1
+    done
+}
+
+# has_path_form PAGE...: a chapter of the path of notes/README.md begins with a step that does not fit or is too slow,
+# which a command shows; has three quizzes with folded answers, one of them with a command at least; and ends with a
+# rule of thumb in a box, with a number for an H100 and for two cores, and when not to follow it.
+has_path_form() {
+    for page; do
+        case $page in
+        */00-*.md | */07-*.md | */08-*.md | */09-*.md | */11-*.md | */15-*.md | */21-*.md) ;;
+        *) continue ;;
+        esac
+        awk '
+            /^## / { heading = $0; box = "" }
+            heading == "" && /^\*\*The problem\.\*\*/ { problem = 1 }
+            heading == "" && problem && /^<!-- prints/ { shown = 1 }
+            /^<!-- run/ { run = 1 }
+            /^<details>/ { open = 1; quizzes++; runs += run; run = 0 }
+            /^<\/details>/ { open = run = 0 }
+            heading == "## Exercises" && /^<details>/ { late = 1 }
+            sub(/^> /, "") { box = box $0 " " }
+            function lacks(what) { print FILENAME " lacks " what; failed = 1 }
+            END {
+                if (!shown) lacks("\"**The problem.**\", and a command that shows it, before the idea")
+                if (quizzes < 3 || !runs || open || late) lacks("three quizzes with folded answers, one with a command")
+                if (heading != "## Takeaway") lacks("the section \"Takeaway\" at its end")
+                if (box !~ /^\*\*/ || box !~ /\*H100\*/ || box !~ /\*Two cores\*/ || box !~ /\*Not\* /)
+                    lacks("a rule in a box, for an \"*H100*\", for \"*Two cores*\", and when \"*Not*\"")
+                exit failed
+            }' "$page" >"$work/err" || return 1
+    done
+}
+
+# A chapter of the path without one of these has not the form.
+lacks_a_part_of_the_path() {
+    for edit in 's/^\*\*The problem\.//' '1,/^## The idea/s/^<!-- prints//' 's/^<details>//' 's/^<.details>//' \
+        's/^## Takeaway/## Summary/' 's/^> \*\*/> /' 's/^\(> .*\)\*H100\*/\1/' 's/\*Two cores\*//' \
+        's/^> \*Not\*/> Not/'; do
+        sed "$edit" notes/00-megatron-in-one-file.md >"$work/00-page.md"
+        if has_path_form "$work/00-page.md"; then
+            echo "has_path_form accepts $edit"
+            return 1
+        fi
     done
 }
 
@@ -284,7 +328,7 @@ the_checks_see_errors() {
         sees numbers_have_sources 's/256 n/257 n/' "257 has no source" &&
         sees numbers_have_sources 's/-- 64/-- 65/' "65 . 4 . 1000 = 0.256 does not hold: 0.26" &&
         sees numbers_have_sources 's/and 64.*//' "the text has no 0.256" &&
-        lacks_a_part && has_a_bad_command &&
+        lacks_a_part && lacks_a_part_of_the_path && has_a_bad_command &&
         sees names_exist 's/#a-section/#another/' 'no anchor .*another' &&
         passes experiments 's/| 1.25/| 1.26/' && # one in the last digit
         sees experiments 's/| 1.25/| 1.27/' 'says "one 1.27", and its commands print "one 1.25"' &&
@@ -319,6 +363,7 @@ make_tree "$tree" || exit 1
     check numbers_have_sources numbers_have_sources $pages README.md
     check measurements_can_be_repeated measurements_can_be_repeated
     check chapters_have_one_form has_form $pages
+    check the_path_has_one_form has_path_form $pages
     [ -n "${MT_NOTES:-}" ] || check short_commands_are_accepted short_commands_are_accepted $pages
 }
 [ -n "${MT_NOTES:-}" ] || check the_checks_see_errors the_checks_see_errors
@@ -326,6 +371,7 @@ run_pages &
 run_pages
 wait $!
 for page in $pages; do
+    grep -q '^<!-- run' "$page" || continue
     folder=$work/$(basename "$page" .md)
     [ -d "$folder" ] && check "experiments_of_$(basename "$page" .md | tr '-' '_')" passed "$folder"
 done
