@@ -118,8 +118,8 @@ ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
-# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With the newest of them comes its PTX, which the
-# driver compiles for newer GPUs; 75-virtual is PTX alone. wgmma and TMA need 90a. Kernels need 75.
+# CUDA is compiled for CUDA_ARCH, or else for the GPU that answers here. With the newest of them comes its PTX, which
+# the driver compiles for newer GPUs; 75-virtual is PTX alone. wgmma and TMA need 90a. Kernels need 75.
 ifneq ($(and $(COMPILES),$(wildcard $(B)/config.mk),$(if $(filter cuda,$(WITHOUT)),,yes)),)
 OLD_ARCH := $(filter 3% 5% 6% 70% 72%,$(CUDA_ARCH))
 $(if $(OLD_ARCH),$(error CUDA_ARCH=$(CUDA_ARCH): GPUs below compute capability 7.5 are not supported; leave out \
