@@ -12,8 +12,8 @@
 #include <cmocka.h>
 
 static const int64_t counts[] = {0, 1, 7, 4099, 1000003};
-static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F64};
-enum { NUM_COUNTS = 5, NUM_DTYPES = 3 };
+static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F64, MT_F16};
+enum { NUM_COUNTS = 5, NUM_DTYPES = 4 };
 
 /* The backend under test, and a stream and buffers of it. */
 static const mt_ops *ops;
@@ -26,18 +26,19 @@ static double input(int rank, int64_t i, mt_dtype dtype) {
     hash = (hash ^ hash >> 29) * 0xBF58476D1CE4E5B9;
     hash ^= hash >> 32;
     float value = (float)((int32_t)hash / 2147483648.0) * (float)(1 << (hash >> 40) % 12);
-    return dtype == MT_BF16 ? mt_bf16_to_f32(mt_f32_to_bf16(value)) : dtype == MT_F32 ? value : value * 1.000000001;
+    if (mt_dtype_is_half(dtype)) return mt_half_to_f32(mt_f32_to_half(value, dtype), dtype);
+    return dtype == MT_F32 ? value : value * 1.000000001;
 }
 
 static double get(const void *x, int64_t i, mt_dtype dtype) {
-    return dtype == MT_BF16  ? mt_bf16_to_f32(((const uint16_t *)x)[i])
-           : dtype == MT_F32 ? ((const float *)x)[i]
-                             : ((const double *)x)[i];
+    return mt_dtype_is_half(dtype) ? mt_half_to_f32(((const uint16_t *)x)[i], dtype)
+           : dtype == MT_F32       ? ((const float *)x)[i]
+                                   : ((const double *)x)[i];
 }
 
 static void put(void *x, int64_t i, mt_dtype dtype, double value) {
-    if (dtype == MT_BF16)
-        ((uint16_t *)x)[i] = mt_f32_to_bf16((float)value);
+    if (mt_dtype_is_half(dtype))
+        ((uint16_t *)x)[i] = mt_f32_to_half((float)value, dtype);
     else if (dtype == MT_F32)
         ((float *)x)[i] = (float)value;
     else
@@ -70,12 +71,12 @@ static double expected_sum(int size, int64_t i, mt_dtype dtype, double *exact, d
         *exact += x, *magnitude += fabs(x);
     }
     if (dtype == MT_F64) return *exact;
-    return dtype == MT_F32 ? sum : mt_bf16_to_f32(mt_f32_to_bf16(sum));
+    return dtype == MT_F32 ? sum : mt_half_to_f32(mt_f32_to_half(sum, dtype), dtype);
 }
 
 /* out[i] is the sum of input first + i. */
 static void expect_sums(const void *out, int64_t first, int64_t n, mt_dtype dtype, const mt_group *group) {
-    double epsilon = dtype == MT_BF16 ? 0x1p-8 : dtype == MT_F32 ? 0x1p-23 : 0x1p-52;
+    double epsilon = dtype == MT_BF16 ? 0x1p-8 : dtype == MT_F16 ? 0x1p-11 : dtype == MT_F32 ? 0x1p-23 : 0x1p-52;
     for (int64_t i = 0; i < n; i++) {
         double exact, magnitude, got = get(out, i, dtype);
         double expected = expected_sum(group->size, first + i, dtype, &exact, &magnitude);

@@ -67,9 +67,8 @@ static void host_values_are_summed_and_maximised(void **state) {
 
 static void a_maximum_with_a_nan_of_any_rank_is_nan(void **state) {
     (void)state;
-    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F64};
     for (int from = 0; from < grid.world.size; from++)
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < NUM_DTYPES; i++) {
             double host[2];
             put(host, 0, dtypes[i], from == grid.world.rank ? NAN : grid.world.rank);
             put(host, 1, dtypes[i], grid.world.rank);

@@ -17,7 +17,12 @@
 #endif
 
 static const mt_ops *ops = &mt_cpu_ops;
-static const mt_dtype both[2] = {MT_F32, MT_BF16};
+static mt_dtype both[2] = {MT_F32, MT_BF16}; // then MT_F32 and MT_F16
+
+/* The largest relative error of a rounding to 16 bits. */
+static double half_error(mt_dtype dtype) {
+    return dtype == MT_F16 ? 0x1p-11 : 0x1p-8;
+}
 
 /* ==== numbers ==================================================================================================== */
 
@@ -60,14 +65,15 @@ static void *store(const double *values, int64_t n, mt_dtype dtype) {
         if (dtype == MT_F32)
             ((float *)memory)[i] = (float)values[i];
         else
-            ((uint16_t *)memory)[i] = mt_f32_to_bf16((float)values[i]);
+            ((uint16_t *)memory)[i] = mt_f32_to_half((float)values[i], dtype);
     return memory;
 }
 
 static double *load(const void *x, int64_t n, mt_dtype dtype) {
     double *values = mt_malloc(n * 8);
     for (int64_t i = 0; i < n; i++)
-        values[i] = dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_bf16_to_f32(((const uint16_t *)x)[i]);
+        values[i] =
+            dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_half_to_f32(((const uint16_t *)x)[i], dtype);
     return values;
 }
 
@@ -91,7 +97,7 @@ static void assert_near(const char *what, const double *got, const double *want,
         fail_msg("%s: error %g of norm %g", what, sqrt(error), sqrt(size));
 }
 
-/* Tolerance: fp32 a few roundings; bf16 one rounding per element. */
+/* Tolerance: fp32 a few roundings; 16 bits one rounding per element. */
 static void assert_rounded(const char *what, const double *got, const double *want, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) {
         assert_near(what, got, want, n, 1e-6);
@@ -101,8 +107,8 @@ static void assert_rounded(const char *what, const double *got, const double *wa
     for (int64_t i = 0; i < n; i++) sum += want[i] * want[i];
     double scale = sqrt(sum / (double)(n > 0 ? n : 1));
     for (int64_t i = 0; i < n; i++)
-        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) / 256 * 1.001 + 1e-6 * scale))
-            fail_msg("%s[%lld] in bf16: %.9g, expected %.9g", what, (long long)i, got[i], want[i]);
+        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) * half_error(dtype) * 1.001 + 1e-6 * scale))
+            fail_msg("%s[%lld] in %s: %.9g, expected %.9g", what, (long long)i, mt_dtype_name(dtype), got[i], want[i]);
 }
 
 /* Computes out[n_out] from in[n_in] in float64. */
@@ -124,7 +130,7 @@ static void assert_gradient(const char *what, const double *got, reference_fn *r
         for (int64_t o = 0; o < n_out; o++) slope += dout[o] * (out[o] - out[n_out + o]);
         want[i] = slope / (2 * h);
     }
-    assert_near(what, got, want, n_in, dtype == MT_F32 ? 1e-5 : 1.0 / 256);
+    assert_near(what, got, want, n_in, dtype == MT_F32 ? 1e-5 : half_error(dtype));
     free(point), free(want), free(out);
 }
 
@@ -1055,7 +1061,8 @@ static void combine_adds_rows_in_their_order_to_the_base(void **state) {
                 float sum = with_base ? (float)base[i] : 0;
                 for (int64_t n = 0; n < N; n++)
                     if (position[i / C * N + n] >= 0) sum += (float)in[position[i / C * N + n] * C + i % C];
-                want[i] = both[d] == MT_F32 ? (double)sum : (double)mt_bf16_to_f32(mt_f32_to_bf16(sum));
+                want[i] =
+                    both[d] == MT_F32 ? (double)sum : (double)mt_half_to_f32(mt_f32_to_half(sum, both[d]), both[d]);
             }
             void *rows = store(in, M * C, both[d]), *added = store(base, T * C, both[d]);
             void *out = nans(T * C, both[d]);
@@ -1410,7 +1417,8 @@ static void layers_match_the_reference_with_any_data_in_spare_rows(void **state)
         void *w2s = store(w2, E * C * F, dtype), *out = nans(LAYER_T * C, dtype);
         layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, fused, dtype);
         double *want = layer_reference(x, w1, w2, probs, experts), *got = load(out, LAYER_T * C, dtype);
-        assert_near("layer", got, want, LAYER_T * C, dtype == MT_F32 ? 1e-6 : 1.0 / 128); // bf16 rounds four times
+        assert_near("layer", got, want, LAYER_T * C,
+                    dtype == MT_F32 ? 1e-6 : 2 * half_error(dtype)); // 16 bits: rounds four times
         free(x), free(w1), free(w2), free(experts), free(xs), free(w1s), free(w2s), free(out), free(want), free(got);
     }
 }
@@ -1564,5 +1572,7 @@ int main(void) {
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),
         cmocka_unit_test(the_profile_times_every_operation),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    int failures = cmocka_run_group_tests_name("fp32 and bf16", tests, NULL, NULL);
+    both[1] = MT_F16;
+    return failures + cmocka_run_group_tests_name("fp32 and fp16", tests, NULL, NULL);
 }

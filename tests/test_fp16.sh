@@ -171,6 +171,20 @@ checkpoints_of_other_types_go_on() {
         says ' loss scale 4.29497e+09 ' "$work/out"
 }
 
+# A folder of Megatron-LM's format has the samples that its schedule counted, and weights in float16.
+folders_of_megatron_have_the_schedule() {
+    llama='--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear'
+    # shellcheck disable=SC2086
+    run $llama --fp16 --train-iters 10 --save "$work/s" --ckpt-format torch_dist || return 1
+    skipped=$(state skipped_samples "$work/s")
+    rm "$work/s/iter_0000010/config.json" "$work/s/iter_0000010/trainer.json" "$work/s/iter_0000010/checksums.json"
+    # shellcheck disable=SC2086
+    run $llama --fp16 --train-iters 11 --load "$work/s" --save "$work/t" --initial-loss-scale 64 || return 1
+    [ "$skipped" -gt 0 ] && [ "$(state skipped_samples "$work/t")" = "$skipped" ] &&
+        "$infer" --load "$work/s" --use-checkpoint-args --convert "$work/hf" >"$work/out" 2>"$work/err" &&
+        [ "$(types "$work/hf")" = F16 ]
+}
+
 # A folder of float16 is read and written.
 folders_are_read_and_written_in_fp16() {
     "$infer" --load $golden/llama --convert "$work/half" --fp16 >"$work/out" 2>"$work/err" &&
@@ -322,6 +336,7 @@ check a_constant_scale_stays a_constant_scale_stays
 check a_run_resumes_bit_for_bit a_run_resumes_bit_for_bit
 check damaged_numbers_are_refused damaged_numbers_are_refused
 check checkpoints_of_other_types_go_on checkpoints_of_other_types_go_on
+check folders_of_megatron_have_the_schedule folders_of_megatron_have_the_schedule
 check folders_are_read_and_written_in_fp16 folders_are_read_and_written_in_fp16
 check a_weight_beyond_the_range_is_reported a_weight_beyond_the_range_is_reported
 check texts_are_those_of_fp32 texts_are_those_of_fp32

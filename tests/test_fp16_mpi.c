@@ -204,6 +204,13 @@ static void an_overflow_on_any_rank_is_skipped_by_all(void **state) {
     check_overflows(EXPERTS, overflowing, sizeof overflowing / sizeof *overflowing, "");
 }
 
+/* The biases that balance the experts' loads are moved without a gradient. */
+static void a_skipped_step_leaves_the_biases_of_experts(void **state) {
+    (void)state;
+    static const char *const words[] = {"", EP "4" SHARD "optim"};
+    check_overflows(SHARED, words, 2, "");
+}
+
 static void an_overflow_is_skipped_with_gradients_in_fp32(void **state) {
     (void)state;
     static const char *const words[] = {"", SHARD "optim_grads" OVERLAP, TP "2" SP PP "2"};
@@ -226,6 +233,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(layouts_train_in_fp16_to_within_a_quarter_percent_of_one_rank),
         cmocka_unit_test(an_overflow_on_any_rank_is_skipped_by_all),
+        cmocka_unit_test(a_skipped_step_leaves_the_biases_of_experts),
         cmocka_unit_test(an_overflow_is_skipped_with_gradients_in_fp32),
         cmocka_unit_test(an_overflow_without_sequence_parallelism_is_skipped_by_all),
     };

@@ -39,7 +39,7 @@ static double matrix_read(const matrix *m, int64_t row, int64_t column) {
     int64_t i = row * m->stride + column;
     if (m->dtype == MT_F32) return ((float *)m->data)[i];
     if (m->dtype == MT_F64) return ((double *)m->data)[i];
-    return mt_bf16_to_f32(((uint16_t *)m->data)[i]);
+    return mt_half_to_f32(((uint16_t *)m->data)[i], m->dtype);
 }
 
 /* Stores values[rows, width]. */
@@ -50,7 +50,7 @@ static void matrix_write(matrix *m, const double *values) {
             if (m->dtype == MT_F32)
                 ((float *)m->data)[r * m->stride + c] = (float)value;
             else
-                ((uint16_t *)m->data)[r * m->stride + c] = mt_f32_to_bf16((float)value);
+                ((uint16_t *)m->data)[r * m->stride + c] = mt_f32_to_half((float)value, m->dtype);
         }
 }
 
@@ -97,10 +97,10 @@ static uint64_t random_word(void) {
     return random_state;
 }
 
-/* Uniform in [-1, 1), rounded to bf16, so that every element type holds it exactly. */
+/* Uniform in [-1, 1), rounded to bf16 and to multiples of 2^-24, so that every element type holds it exactly. */
 static double random_value(void) {
     double uniform = (double)(random_word() >> 11) / (double)(1ull << 52) - 1.0;
-    return mt_bf16_to_f32(mt_f32_to_bf16((float)uniform));
+    return nearbyint(ldexp((double)mt_bf16_to_f32(mt_f32_to_bf16((float)uniform)), 24)) / (1 << 24);
 }
 
 static double *random_values(int64_t n) {
@@ -134,7 +134,12 @@ static void assert_near(const char *what, const double *got, const double *want,
     }
 }
 
-/* Outputs of a forward: fp32 to a few roundings; bf16 to one rounding of each element. */
+/* The largest relative error of a rounding to 16 bits. */
+static double half_error(mt_dtype dtype) {
+    return dtype == MT_F16 ? 0x1p-11 : 0x1p-8;
+}
+
+/* Outputs of a forward: fp32 to a few roundings; 16 bits to one rounding of each element. */
 static void assert_forward(const char *what, const double *got, const double *want, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) {
         assert_near(what, got, want, n, 1e-6);
@@ -142,13 +147,13 @@ static void assert_forward(const char *what, const double *got, const double *wa
     }
     double scale = norm_of(want, n) / sqrt((double)n);
     for (int64_t i = 0; i < n; i++)
-        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) / 256 * 1.001 + 1e-6 * scale))
-            fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
+        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) * half_error(dtype) * 1.001 + 1e-6 * scale))
+            fail_msg("%s[%lld] in %s: %.9g, should be %.9g", what, (long long)i, mt_dtype_name(dtype), got[i], want[i]);
 }
 
-/* Gradients: fp32 to 1e-5, bf16 to the rounding of the stored values. */
+/* Gradients: fp32 to 1e-5, 16 bits to the rounding of the stored values. */
 static double gradient_tolerance(mt_dtype dtype) {
-    return dtype == MT_F32 ? 1e-5 : 1.0 / 256;
+    return dtype == MT_F32 ? 1e-5 : half_error(dtype);
 }
 
 /* out[n_out] of in[n_in], in float64. */
@@ -179,7 +184,7 @@ static void assert_gradient(const char *what, const double *got, reference_fn *r
     free(point), free(high), free(low), free(want), free(have);
 }
 
-static const mt_dtype both[2] = {MT_F32, MT_BF16};
+static mt_dtype both[2] = {MT_F32, MT_BF16}; // then MT_F32 and MT_F16
 
 /* ==== §1: conversions and random numbers ========================================================================= */
 
@@ -243,14 +248,14 @@ static void convert_matches_the_scalar_conversions_on_every_pattern(void **state
     uint16_t *bits = mt_malloc(65536 * 2), *back = mt_malloc(65536 * 2);
     float *values = mt_malloc(65536 * 4);
     for (int i = 0; i < 65536; i++) bits[i] = (uint16_t)i;
-    ops->convert(values, MT_F32, bits, MT_BF16, 65536, NULL);
+    ops->convert(values, MT_F32, bits, both[1], 65536, NULL);
     for (int i = 0; i < 65536; i++) {
-        float want = mt_bf16_to_f32((uint16_t)i);
+        float want = mt_half_to_f32((uint16_t)i, both[1]);
         assert_memory_equal(&values[i], &want, 4);
     }
-    ops->convert(back, MT_BF16, values, MT_F32, 65536, NULL);
-    for (int i = 0; i < 65536; i++) assert_int_equal(back[i], mt_f32_to_bf16(values[i]));
-    ops->convert(back, MT_BF16, bits, MT_BF16, 65535, NULL);
+    ops->convert(back, both[1], values, MT_F32, 65536, NULL);
+    for (int i = 0; i < 65536; i++) assert_int_equal(back[i], mt_f32_to_half(values[i], both[1]));
+    ops->convert(back, both[1], bits, both[1], 65535, NULL);
     for (int i = 0; i < 65535; i++)
         if (!isnan(values[i])) assert_int_equal(back[i], i);
     free(bits), free(back), free(values);
@@ -285,8 +290,8 @@ static void random_normal_depends_on_key_and_element_alone(void **state) {
         assert_memory_equal(part, whole + first, (size_t)(N - first) * 4);
     }
     uint16_t rounded[N];
-    ops->random_normal(rounded, N, 77, 0, 0.5f, 2.0f, MT_BF16, NULL);
-    for (int i = 0; i < N; i++) assert_int_equal(rounded[i], mt_f32_to_bf16(whole[i]));
+    ops->random_normal(rounded, N, 77, 0, 0.5f, 2.0f, both[1], NULL);
+    for (int i = 0; i < N; i++) assert_int_equal(rounded[i], mt_f32_to_half(whole[i], both[1]));
     ops->random_normal(part, N, 78, 0, 0.5f, 2.0f, MT_F32, NULL);
     assert_memory_not_equal(part, whole, sizeof whole);
     uint32_t words[4]; // number 5 is the second of counter 1
@@ -604,7 +609,7 @@ static void queries_scaled_by_position_match_float64(void **state) {
     static const int32_t positions[6] = {0, 4, 5, 9, 10, 123};
     enum { T = 6, WIDTH = 7, STRIDE = 11 };
     for (int d = 0; d < 2; d++) {
-        mt_dtype dtype = d ? MT_BF16 : MT_F32;
+        mt_dtype dtype = both[d];
         double *x = random_values(T * WIDTH), *y = mt_malloc(T * WIDTH * 8), *want = mt_malloc(T * WIDTH * 8);
         const position_shape shape = {T, WIDTH, positions};
         matrix m = matrix_from(x, T, WIDTH, STRIDE, dtype);
@@ -1171,7 +1176,7 @@ static void activations_match_float64_and_finite_differences(void **state) {
     (void)state;
     static const int64_t shapes[4][2] = {{1, 1}, {3, 37}, {70, 301}, {2, 1300}};
     for (int activation = 0; activation < MT_NUM_ACTIVATIONS; activation++)
-        for (int k = 0; k < 16; k++) {
+        for (int k = both[1] == MT_F16; k < 16; k += 1 + (both[1] == MT_F16)) { // fp32 once: they take long
             activation_case s = {(mt_activation)activation, shapes[k / 4][0], shapes[k / 4][1], k / 2 % 2, {0, 0}};
             expect_activation(&s, both[k % 2]);
             // no value is as near to the clamp as the step of finite differences
@@ -1422,10 +1427,10 @@ static void accumulate_adds_every_element_once(void **state) {
         ops->accumulate(sum, x, n, dtype, NULL);
         ops->convert(got, MT_F32, sum, dtype, n, NULL);
         for (int64_t i = 0; i < n; i++) {
-            float want = start[i] + x[i]; // bf16 has 8 bits: each sum is rounded
-            if (dtype == MT_BF16) want = mt_bf16_to_f32(mt_f32_to_bf16(want));
+            float want = start[i] + x[i]; // each sum is rounded
+            if (dtype != MT_F32) want = mt_half_to_f32(mt_f32_to_half(want, dtype), dtype);
             want += x[i];
-            if (dtype == MT_BF16) want = mt_bf16_to_f32(mt_f32_to_bf16(want));
+            if (dtype != MT_F32) want = mt_half_to_f32(mt_f32_to_half(want, dtype), dtype);
             assert_true(got[i] == want);
         }
         free(start), free(x), free(got), free(sum);
@@ -1440,7 +1445,7 @@ static void squared_norm_sums_in_float64(void **state) {
         double *x = random_values(n), want = 3, sum = 3;
         matrix m = matrix_from(x, 1, n, n, both[k / 6]);
         for (int64_t i = 0; i < n; i++) {
-            double value = k < 6 ? x[i] : (double)mt_bf16_to_f32(mt_f32_to_bf16((float)x[i]));
+            double value = k < 6 ? x[i] : (double)mt_half_to_f32(mt_f32_to_half((float)x[i], both[1]), both[1]);
             want += value * value;
         }
         ops->squared_norm(&sum, m.data, n, both[k / 6], NULL);
@@ -1563,7 +1568,7 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
             matrix_take(&grad, NULL);
         }
         for (int i = 0; i < N && d == 1; i++)
-            assert_int_equal(((uint16_t *)param.data)[i], mt_f32_to_bf16(((float *)master.data)[i]));
+            assert_int_equal(((uint16_t *)param.data)[i], mt_f32_to_half(((float *)master.data)[i], both[d]));
         matrix_take(d == 0 ? &param : &master, got), matrix_take(d == 0 ? &master : &param, NULL);
         assert_near("weights", got, w, N, 2e-6);
         matrix_take(&m_m, got);
@@ -1576,11 +1581,11 @@ static void adamw_follows_its_formula_for_several_steps(void **state) {
 
 /* Element i of x; what the type keeps of a number. */
 static double stored(const void *x, int i, mt_dtype dtype) {
-    return dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_bf16_to_f32(((const uint16_t *)x)[i]);
+    return dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_half_to_f32(((const uint16_t *)x)[i], dtype);
 }
 
 static double rounded(double x, mt_dtype dtype) {
-    return dtype == MT_F32 ? (double)(float)x : (double)mt_bf16_to_f32(mt_f32_to_bf16((float)x));
+    return dtype == MT_F32 ? (double)(float)x : (double)mt_half_to_f32(mt_f32_to_half((float)x, dtype), dtype);
 }
 
 /* `got` is the rounding of a number within fp32's errors of `want`, a sum of terms of this size. */
@@ -1712,7 +1717,7 @@ static void adamw_scales_fp16_and_fp8_states(void **state) {
             }
             mt_update adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, (float)c1, (float)c2};
             mt_update_args a = {.n = N, .param = param, .master = states[0], .m = states[1], .v = states[2]};
-            a.grad = grad.data, a.scale = &scale, a.dtype = MT_BF16, a.amax = amax, a.new_amax = amax + 3;
+            a.grad = grad.data, a.scale = &scale, a.dtype = both[1], a.amax = amax, a.new_amax = amax + 3;
             a.master_dtype = of[0], a.m_dtype = of[1], a.v_dtype = of[2], a.grad_dtype = of[3];
             memset(amax + 3, 0, 3 * sizeof *amax);
             ops->adamw_amax(&a, &adamw, NULL);
@@ -1721,7 +1726,7 @@ static void adamw_scales_fp16_and_fp8_states(void **state) {
             static const char *const names[3] = {"master", "m", "v"};
             for (int k = 0; k < 3; k++) assert_state(names[k], states[k], want[k], sizes[k], N, of[k], amax[k]);
             for (int i = 0; i < N; i++)
-                assert_rounded("weight", stored(param, i, MT_BF16), want[0][i], sizes[0][i], MT_BF16);
+                assert_rounded("weight", stored(param, i, both[1]), want[0][i], sizes[0][i], both[1]);
             uint8_t *before = mt_malloc(N);
             memcpy(before, states[1], N);
             memset(amax + 3, 0, 3 * sizeof *amax), scale = -1;
@@ -1942,11 +1947,11 @@ static void argmax_is_the_first_maximum_and_needs_numbers(void **state) {
     const double uniforms[T] = {0};
     uint16_t rounded[T * STRIDE];
     mt_sampled sampled[T];
-    ops->convert(rounded, MT_BF16, logits, MT_F32, T * STRIDE, NULL);
+    ops->convert(rounded, both[1], logits, MT_F32, T * STRIDE, NULL);
     for (int d = 0; d < 2; d++) {
         const void *rows = d ? (const void *)rounded : logits;
         memset(sampled, 0xff, sizeof sampled);
-        ops->sample(&(mt_sample_args){T, STRIDE, COUNT, &greedy, rows, uniforms, sampled}, d ? MT_BF16 : MT_F32, NULL);
+        ops->sample(&(mt_sample_args){T, STRIDE, COUNT, &greedy, rows, uniforms, sampled}, both[d], NULL);
         for (int t = 0; t < T; t++) {
             assert_int_equal(sampled[t].token, expected[t]);
             assert_true(sampled[t].logp == 0 && sampled[t].sampled_logp == 0);
@@ -2035,5 +2040,7 @@ int main(void) {
         cmocka_unit_test(runs_repeat_bit_for_bit),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    int failures = cmocka_run_group_tests_name("fp32 and bf16", tests, NULL, NULL);
+    both[1] = MT_F16;
+    return failures + cmocka_run_group_tests_name("fp32 and fp16", tests, NULL, NULL);
 }

@@ -265,10 +265,12 @@ static void continues_bit_for_bit(const char *family, const layout *l, const cha
         train(&first, SAVED_STEPS, NULL);
         save(&first, folder);
         train(&first, RESUMED_STEPS, losses);
+        mt_loss_scaler scaler = first.state.loss_scaler;
         close_trainee(&first);
         open_trainee(&second, family, l, words);
         load(&second, folder);
         train(&second, RESUMED_STEPS, resumed);
+        assert_memory_equal(&scaler, &second.state.loss_scaler, sizeof scaler);
         close_trainee(&second);
         assert_memory_equal(losses, resumed, sizeof losses);
     }
@@ -284,6 +286,13 @@ static void every_layout_continues_bit_for_bit(const char *even, const char *odd
 static void the_same_layout_continues_bit_for_bit(void **state) {
     (void)state;
     every_layout_continues_bit_for_bit("", "--bf16");
+}
+
+/* The first steps overflow, so the scale falls, and it and its trackers are saved. */
+static void the_same_layout_continues_bit_for_bit_in_fp16(void **state) {
+    (void)state;
+    every_layout_continues_bit_for_bit("--fp16 --initial-loss-scale 1e9 --accumulate-allreduce-grads-in-fp32",
+                                       "--fp16 --initial-loss-scale 1e9 --hysteresis 1");
 }
 
 static void the_same_layout_continues_bit_for_bit_in_fp8(void **state) {
@@ -331,7 +340,9 @@ static void every_layout_saves_the_same_bytes(const char *family, const char *wo
 
 static void every_layout_saves_the_bytes_of_one_rank(void **state) {
     (void)state;
-    for (int k = 0; k < NUM_FAMILIES; k++) every_layout_saves_the_same_bytes(families[k], k % 2 ? "--bf16" : "");
+    static const char in_fp16[] = "--fp16 --accumulate-allreduce-grads-in-fp32";
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        every_layout_saves_the_same_bytes(families[k], k % 3 == 2 ? in_fp16 : k % 3 ? "--bf16" : "");
 }
 
 /* Scales of fp8 too. */
@@ -689,6 +700,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_run_with_multi_token_prediction_continues_from_any_layout_on_any_other),
         cmocka_unit_test(the_same_layout_continues_bit_for_bit),
         cmocka_unit_test(every_layout_saves_the_bytes_of_one_rank),
+        cmocka_unit_test(the_same_layout_continues_bit_for_bit_in_fp16),
         cmocka_unit_test(the_same_layout_continues_bit_for_bit_in_fp8),
         cmocka_unit_test(models_with_states_continue_bit_for_bit_in_fp8),
         cmocka_unit_test(every_layout_saves_the_scales_of_one_rank),

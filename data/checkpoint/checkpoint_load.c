@@ -52,6 +52,7 @@ static int mt_megatron_run_read(const mt_run_options *o, const char *folder, boo
     mt_megatron_close(checkpoint);
     *state = (mt_run_state){.iteration = run.iteration, .consumed_train_samples = run.consumed_train_samples};
     state->consumed_valid_samples = run.consumed_valid_samples, state->optimizer_step = run.optimizer_step;
+    state->skipped_samples = run.skipped_samples;
     if (no_optimizer || run.iteration == 0) return 0;
     if (o->stack.optimizer != MT_OPTIMIZER_ADAMW)
         return mt_error_set(

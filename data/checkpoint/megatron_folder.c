@@ -879,6 +879,10 @@ mt_megatron_run mt_megatron_read_run(const mt_megatron *c) {
     mt_pickled_int(mt_pickled_get(c->common_state, "iteration"), 0, MOST, &run.iteration);
     mt_pickled_int(mt_pickled_get(args, "consumed_train_samples"), 0, 1000ll * MOST, &run.consumed_train_samples);
     mt_pickled_int(mt_pickled_get(args, "consumed_valid_samples"), 0, 1000ll * MOST, &run.consumed_valid_samples);
+    const mt_pickled *schedule = mt_pickled_get(c->common_state, "opt_param_scheduler");
+    int64_t counted = run.consumed_train_samples;
+    if (mt_pickled_int(mt_pickled_get(schedule, "num_steps"), 0, run.consumed_train_samples, &counted))
+        run.skipped_samples = run.consumed_train_samples - counted;
     run.optimizer_step = run.iteration;
     if (!mt_optimizer_updates(c, mt_pickled_get(c->common_state, "optimizer"), &run.optimizer_step))
         run.optimizer_step = run.iteration;
