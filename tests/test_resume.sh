@@ -136,8 +136,8 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
     losses "$work/d.jsonl" | tail -n 3 >"$work/want"
     file=$work/d/iter_0000009/optimizer.safetensors
     printf X | dd of="$file" bs=1 seek=$(($(wc -c <"$file") / 2)) conv=notrunc 2>/dev/null
-    refuses 'optimizer.safetensors: damaged: bytes 0 to .* take another checkpoint' --train-iters 9 --load "$work/d" ||
-        return 1
+    refuses 'optimizer.safetensors: damaged: bytes 0 to .* load .*/d/iter_0000006, the intact' --train-iters 9 \
+        --load "$work/d" || return 1
     for how in "--load $work/d" "--load $work/elsewhere --auto-resume" '--auto-resume'; do
         rm -rf "$work/again" "$work/again.jsonl"
         cp -a "$work/d" "$work/again"
@@ -148,7 +148,65 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
             run --train-iters 9 --load "$work/again" || return 1
     done
     for iteration in 3 6; do truncate -s -1 "$work/d/iter_000000$iteration/model.safetensors"; done
-    refuses damaged --train-iters 9 --load "$work/d" --save "$work/d"
+    refuses 'damaged: .*; no intact checkpoint is before it' --train-iters 9 --load "$work/d" --save "$work/d"
+}
+
+# Whichever file is cut, changed or gone, and whichever program reads it first: the damage has one text, which names the
+# checkpoint to load, and that one continues in the other folder.
+a_damaged_file_has_one_text_that_names_the_checkpoint_before() {
+    run --train-iters 6 --save "$work/t" --save-interval 3 || return 1
+    for file in config.json trainer.json checksums.json model.safetensors optimizer.safetensors; do
+        for how in cut changed gone; do
+            rm -rf "$work/hurt"
+            cp -a "$work/t" "$work/hurt"
+            path=$work/hurt/iter_0000006/$file
+            case $how in
+            cut) truncate -s -3 "$path" ;;
+            changed) printf '~' | dd of="$path" bs=1 seek=300 conv=notrunc 2>/dev/null ;;
+            gone) rm "$path" ;;
+            esac
+            refuses "iter_0000006.*: damaged: .*; load $work/hurt/iter_0000003, the intact checkpoint before it\$" \
+                --train-iters 9 --load "$work/hurt" --save "$work/elsewhere" && says "$file" "$work/err" || return 1
+            cp "$work/err" "$work/text"
+            [ $file = optimizer.safetensors ] && continue
+            refused "$file" "$infer" --load "$work/hurt" --prompt-tokens 1 --print-tokens --device cpu &&
+                cmp "$work/err" "$work/text" || return 1
+            refused "$file" "$infer" --load "$work/hurt" --convert "$work/elsewhere" && cmp "$work/err" "$work/text" ||
+                return 1
+        done
+    done
+    run --train-iters 9 --load "$work/hurt/iter_0000003" --save "$work/elsewhere" && says '9/9 100%' "$work/out"
+}
+
+# The weights of a checkpoint whose optimizer is damaged or was taken away are there for all who read these alone.
+files_that_are_not_read_are_not_compared() {
+    run --train-iters 3 --save "$work/w1" || return 1
+    for how in changed gone; do
+        file=$work/w1/iter_0000003/optimizer.safetensors
+        printf X | dd of="$file" bs=1 seek=2000 conv=notrunc 2>/dev/null
+        [ $how = changed ] || rm "$file"
+        rm -rf "$work/w2"
+        "$infer" --load "$work/w1" --convert "$work/w2" >"$work/out" 2>"$work/err" &&
+            cmp "$work/w1/iter_0000003/model.safetensors" "$work/w2/model.safetensors" &&
+            "$infer" --load "$work/w1" --prompt-tokens 1 --print-tokens --device cpu >"$work/out" 2>"$work/err" &&
+            run --train-iters 1 --load "$work/w1" --finetune && run --train-iters 4 --load "$work/w1" --no-load-optim &&
+            refuses 'optimizer.safetensors' --train-iters 4 --load "$work/w1" || return 1
+    done
+}
+
+# The same command again, after its last step: the checkpoint stays, byte for byte and in its time; another folder gets
+# it, and more steps go on.
+a_finished_run_says_so_and_saves_nothing() {
+    run --train-iters 3 --save "$work/z" && ls -li --full-time "$work/z/iter_0000003" >"$work/want" || return 1
+    for how in "--load $work/z" --auto-resume "--load $work/z/iter_0000003"; do
+        # shellcheck disable=SC2086
+        run --train-iters 3 --save "$work/z" $how && says 'nothing is left to train: .* raise --train-iters' \
+            "$work/out" && ! grep '^saved' "$work/out" &&
+            ls -li --full-time "$work/z/iter_0000003" | cmp - "$work/want" || return 1
+    done
+    run --train-iters 3 --load "$work/z" --save "$work/z2" && says '^saved iteration 3' "$work/out" &&
+        run --train-iters 4 --load "$work/z" --save "$work/z" && ! grep 'nothing is left' "$work/out" &&
+        says '^saved iteration 4' "$work/out"
 }
 
 # A flipped byte in the tokenizer of the last checkpoint: the tokenizer too is that of the one before.
@@ -485,6 +543,9 @@ other_data_are_refused() {
 
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
+check a_damaged_file_has_one_text a_damaged_file_has_one_text_that_names_the_checkpoint_before
+check files_that_are_not_read_are_not_compared files_that_are_not_read_are_not_compared
+check a_finished_run_says_so_and_saves_nothing a_finished_run_says_so_and_saves_nothing
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
 check the_place_of_the_optimizer_changes_no_loss the_place_of_the_optimizer_changes_no_loss
 check states_with_scales_resume_bit_for_bit states_with_scales_resume_bit_for_bit

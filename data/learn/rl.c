@@ -188,7 +188,7 @@ static char *saved_critic(const mt_rl *rl, int64_t iteration) {
 static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_error *error) {
     char *path = saved_critic(rl, iteration);
     bool exists = mt_folder_has_weights(path);
-    int status = mt_checkpoint_verify(path, whole, error);
+    int status = mt_checkpoint_verify(path, MT_VERIFY_OPTIMIZER | (whole ? MT_VERIFY_TENSORS : 0), error);
     if (!exists)
         status = mt_error_set(error, "%s: the critic that was saved with iteration %lld is not there", path,
                               (long long)iteration);

@@ -320,6 +320,24 @@ void mt_run_save_progress(mt_run *r) {
     if (r->state.iteration > r->report.first_iteration && r->state.iteration != r->last_saved) mt_run_save(r);
 }
 
+bool mt_run_is_finished(mt_run *r) {
+    const mt_run_options *o = &r->options;
+    int64_t iteration = r->state.iteration;
+    if (o->stack.num_iterations == 0 || iteration < o->stack.num_iterations || iteration == 0) return false;
+    mt_report_line(&r->report,
+                   "nothing is left to train: iteration %lld is loaded, and the run ends at %lld; to go on, "
+                   "raise --train-%s",
+                   (long long)iteration, (long long)o->stack.num_iterations,
+                   o->train_epochs > 0          ? "epochs"
+                   : o->stack.train_samples > 0 ? "samples"
+                                                : "iters");
+    char *path = o->save ? mt_iteration_path(o->save, iteration) : NULL;
+    bool saved = path && !o->finetune && mt_checkpoint_continues(o) && mt_folder_has_weights(path);
+    mt_broadcast(&r->grid.world, &saved, sizeof saved, 0); // rank 0's folder decides
+    free(path);
+    return saved;
+}
+
 /* ---- options that print something instead of training */
 
 static void print_schedule(mt_run *r) {

@@ -51,6 +51,10 @@ void mt_run_check(mt_run *run, int status, mt_error *error);
 void mt_run_save(mt_run *run);
 void mt_run_save_progress(mt_run *run);
 
+/* Prints a line if the run has no step left when it begins. Returns true if --save holds the loaded checkpoint already,
+ * so that a run without a step has none to save. */
+bool mt_run_is_finished(mt_run *run);
+
 /* Reports the last checkpoint that came into its place. */
 void mt_run_report_saved(mt_run *run);
 
