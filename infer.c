@@ -121,6 +121,7 @@ static void answer_prompts(mt_inference *r) {
     }
     check_out(r);
     mt_inference_open_generator(r, count / each, longest, prompt_tokens);
+    if (r->is_first && o->out) mt_new_file_note(o->out, "--out");
     generate(r, sequences, count, true);
     if (o->out) write_responses(r, sequences, count);
     forget(r, sequences, count);

@@ -354,6 +354,23 @@ auto_resume_finetunes_once() {
         [ "$(losses "$work/t.jsonl" | cut -d' ' -f1 | tr '\n' ' ')" = '4 5 ' ]
 }
 
+# The recipe begins from a model by finetune: true. Its second start is refused, and each way that the errors name goes
+# on; they name the line of the recipe.
+a_recipe_that_finetunes_says_how_to_go_on() {
+    printf 'load: %s\nfinetune: true\nsave: %s\n' "$work/untuned" "$work/tuned2" >"$work/tune.yaml"
+    run --train-iters 4 --save "$work/untuned" && run --config "$work/tune.yaml" --train-iters 2 || {
+        grep -q 'without libyaml' "$work/err" # the only valid error
+        return
+    }
+    refuses 'finetune (.*tune.yaml:2) begins anew; continue their run by --auto-resume' --config "$work/tune.yaml" \
+        --train-iters 3 &&
+        refuses 'by --auto-resume or by setting --finetune (.*tune.yaml:2) to false' --config "$work/tune.yaml" \
+            --train-iters 3 --load "$work/tuned2" &&
+        run --config "$work/tune.yaml" --train-iters 3 --load "$work/tuned2" --finetune false &&
+        says '3/3 100%' "$work/out" && run --config "$work/tune.yaml" --train-iters 4 --auto-resume &&
+        says '4/4 100%' "$work/out" && [ "$(folders "$work/tuned2")" = '2 3 4 ' ]
+}
+
 checkpoints_stay_as_options_say() {
     run --train-iters 12 --save "$work/k1" --save-interval 2 && [ "$(folders "$work/k1")" = '2 4 6 8 10 12 ' ] &&
         run --train-iters 12 --save "$work/k2" --save-interval 2 --keep-checkpoints 2 --async-save &&
@@ -555,6 +572,7 @@ check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stal
 check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_before_the_lock_are_seen
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
+check a_recipe_that_finetunes_says_how_to_go_on a_recipe_that_finetunes_says_how_to_go_on
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say
 check a_save_in_the_background_holds_what_one_at_once_does a_save_in_the_background_holds_what_one_at_once_does
 check another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only

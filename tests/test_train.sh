@@ -504,7 +504,7 @@ in_five() {
 a_run_that_starts_below_saved_iterations_is_refused() {
     small_run --train-iters 5 --save "$work/five" --save-interval 1 || return 1
     up_to='five: holds checkpoints up to iteration 5, but this run would start at iteration'
-    refused "$up_to 0; replace those checkpoints by --overwrite, or choose another --save" \
+    refused "up to iteration 5, but this run begins anew; .*replace them by --overwrite, or choose another --save" \
         in_five --load "$work/five" --finetune && refused "$up_to 2;" in_five --load "$work/five/iter_0000002/" &&
         ln -s "five/iter_0000002" "$work/second" && refused "$up_to 2;" in_five --load "$work/second" &&
         [ "$(cat "$work/five/latest_checkpointed_iteration.txt")" = 5 ] || return 1

@@ -337,6 +337,12 @@ int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt
     return mt_new_file_open_as(file, path, false, option, error);
 }
 
+void mt_new_file_note(const char *path, const char *option) {
+    struct stat status;
+    if (stat(path, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size == 0) return;
+    fprintf(stderr, "note: %s %s is there already; it will be replaced when the new file is whole\n", option, path);
+}
+
 /* Syncs the folder that a path is in, so that the path's new entry survives a crash. */
 static int mt_file_sync_folder(const char *path, const char *option, mt_error *error) {
     const char *slash = strrchr(path, '/');

@@ -106,6 +106,10 @@ typedef struct mt_new_file {
 /* Opens PATH.tmp-PID, or the path itself where it is a device or a pipe, which no file must replace. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
+/* Before the work: notes on standard error that a file with contents will be replaced by the new one. Until that is
+ * whole it stays, so that an interrupted program loses nothing. `option`: the one that names the path. */
+void mt_new_file_note(const char *path, const char *option);
+
 /* Writes to an open file; does nothing for a file that is not open. */
 int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error);
 

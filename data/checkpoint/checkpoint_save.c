@@ -936,11 +936,23 @@ static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
                             "%s: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write; "
                             "choose another --save, or replace it by --overwrite",
                             o->save);
+    if (latest >= 0 && is_another && o->finetune)
+        return mt_error_set(
+            error,
+            "%s: holds checkpoints up to iteration %lld, and --finetune begins anew; continue their run "
+            "by --auto-resume, replace it by --overwrite, or choose another --save",
+            o->save, (long long)latest);
     if (latest >= 0 && is_another)
         return mt_error_set(error,
                             "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --%s "
                             "%s, replace it by --overwrite, or choose another --save",
                             o->save, (long long)latest, holds_adapters ? "load-adapter" : "load", o->save);
+    if (mt_options_start(o) < latest && !o->overwrite && o->finetune)
+        return mt_error_set(error,
+                            "%s: holds checkpoints up to iteration %lld, but this run begins anew; continue theirs by "
+                            "--auto-resume or by setting --finetune to false, replace them by --overwrite, or choose "
+                            "another --save",
+                            o->save, (long long)latest);
     if (mt_options_start(o) < latest && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "

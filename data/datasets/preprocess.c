@@ -131,7 +131,7 @@ static void print_help(void) {
     }
     printf("\nA document with empty text becomes a document without tokens, except BOS if texts begin with it. The "
            "output\n"
-           "files appear only when all of them are complete.\n");
+           "files appear only when all of them are complete; until then files that they replace stay.\n");
 }
 
 static int unknown_option(const char *word, mt_error *error) {
@@ -747,6 +747,12 @@ static int open_writers(job *j, mt_error *error) {
             num_temporary_files++;
         }
         int result = mt_indexed_writer_open(&j->writers[key], prefix, dtype, error);
+        for (int i = 0; i < 2 && result == 0; i++) {
+            char *name = mt_malloc((int64_t)strlen(prefix) + 8);
+            sprintf(name, "%s.%s", prefix, i == 0 ? "bin" : "idx");
+            mt_new_file_note(name, "--output-prefix");
+            free(name);
+        }
         free(prefix);
         if (result != 0) return -1;
     }
