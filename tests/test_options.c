@@ -306,6 +306,10 @@ static void malformed_command_lines_are_refused_in_one_line(void **state) {
     expect_error(RUN "stray", "unexpected argument 'stray'");
     expect_error(RUN "-x", "unexpected argument '-x'");
     expect_error(RUN "--bf16=maybe", "--bf16 expects true or false");
+    expect_error(RUN "--bf16 maybe", "'maybe' after --bf16, which takes true, false or nothing");
+    expect_error(RUN "--lr 1e-3 2e-3", "'2e-3' after --lr, which takes one value");
+    expect_error(RUN "--train-iters 0", "--train-iters 0 leaves no step; say how long to train");
+    expect_error(RUN "--train-samples 64", "--train-iters and --train-samples exclude each other");
     expect_error(RUN "--device tpu", "--device expects auto|cpu|cuda, got 'tpu'");
     expect_error(RUN "--normalization rms", "--normalization expects LayerNorm|RMSNorm, got 'rms'");
     expect_error(RUN "--save=", "--save expects DIR, got nothing");

@@ -371,6 +371,18 @@ a_recipe_that_finetunes_says_how_to_go_on() {
         says '4/4 100%' "$work/out" && [ "$(folders "$work/tuned2")" = '2 3 4 ' ]
 }
 
+# Models without a tokenizer are common: a note among the others, once, also where the run takes the checkpoint before.
+a_model_without_a_tokenizer_is_noted_once() {
+    run --train-iters 4 --save "$work/mute" --save-interval 2 && run --train-iters 5 --load "$work/mute" \
+        --save "$work/mute" && [ "$(grep -c 'tokenizer' "$work/out")" = 1 ] &&
+        says '^note: .*iter_0000004 has no tokenizer, so the checkpoints of this run have none; infer' "$work/out" &&
+        ! head -n 1 "$work/out" | grep -q tokenizer || return 1
+    printf X | dd of="$work/mute/iter_0000005/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
+    run --train-iters 6 --load "$work/mute" --save "$work/mute" && says 'going on from iteration 4' "$work/err" &&
+        [ "$(grep -c '^note: .* has no tokenizer' "$work/out")" = 1 ] && run --train-iters 7 --load "$work/mute" &&
+        ! grep 'tokenizer' "$work/out"
+}
+
 checkpoints_stay_as_options_say() {
     run --train-iters 12 --save "$work/k1" --save-interval 2 && [ "$(folders "$work/k1")" = '2 4 6 8 10 12 ' ] &&
         run --train-iters 12 --save "$work/k2" --save-interval 2 --keep-checkpoints 2 --async-save &&
@@ -433,7 +445,7 @@ no_steps_convert_a_checkpoint() {
         run --train-iters 6 --save "$work/w" --save-interval 4 && run --train-iters 6 --load "$work/f" \
         --metrics "$work/f.jsonl" && losses "$work/f.jsonl" >"$work/part" &&
         losses "$work/i.jsonl" | cmp - "$work/part" && [ "$(wc -l <"$work/part")" = 2 ] &&
-        refuses 'how long to train' --train-iters 0
+        refuses '--train-iters 0 leaves no step; say how long to train' --train-iters 0
 }
 
 # A full disk during an asynchronous save ends the run with one error line.
@@ -573,6 +585,7 @@ check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_befor
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check a_recipe_that_finetunes_says_how_to_go_on a_recipe_that_finetunes_says_how_to_go_on
+check a_model_without_a_tokenizer_is_noted_once a_model_without_a_tokenizer_is_noted_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say
 check a_save_in_the_background_holds_what_one_at_once_does a_save_in_the_background_holds_what_one_at_once_does
 check another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only

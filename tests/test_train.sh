@@ -515,6 +515,18 @@ a_run_that_starts_below_saved_iterations_is_refused() {
         [ "$(cd "$work/five" && echo iter_*)" = iter_0000003 ]
 }
 
+# The option that is wrong is the one that the user gave.
+options_of_the_tokenizer_are_blamed_by_name() {
+    refused '--tokenizer-type ByteLevel has 257 tokens, more than --vocab-size 100; give --vocab-size 257' \
+        "$train" --mock-data --train-iters 1 --vocab-size 100 --tokenizer-type ByteLevel || return 1
+    for program in "$train --mock-data" "$infer --load tests/golden/hf/llama" \
+        "${train%/train}/data/preprocess --encode"; do
+        # shellcheck disable=SC2086
+        refused 'vocab-file and --merge-file are for --tokenizer-type GPT2BPETokenizer; give that' $program \
+            --vocab-file a.json --merge-file b.txt --tokenizer-type SentencePieceTokenizer || return 1
+    done
+}
+
 # The evaluation after the last step comes after the save: its samples are free for a longer run.
 many_short_parts_do_not_run_out_of_validation_data() {
     for part in 1:0 2:0 3:0 5:4 6:4; do
@@ -644,6 +656,7 @@ a_bad_trace_is_refused_before_training() {
         [ ! -e "$work/one" ]
 }
 
+check options_of_the_tokenizer_are_blamed_by_name options_of_the_tokenizer_are_blamed_by_name
 check losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json
 check metrics_have_every_key metrics_have_every_key
 check an_upcycled_model_has_the_loss_of_the_dense_one an_upcycled_model_has_the_loss_of_the_dense_one

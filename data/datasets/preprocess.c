@@ -252,6 +252,10 @@ static int check_settings(settings *s, mt_error *error) {
                             s->tokenizer_type);
     if (!s->vocab_file != !s->merge_file)
         return mt_error_set(error, "--vocab-file and --merge-file: give both or neither");
+    if (s->vocab_file && type_of(s) != MT_TOKENIZER_GPT2_BPE)
+        return mt_error_set(error,
+                            "--vocab-file and --merge-file are for --tokenizer-type GPT2BPETokenizer; give that, "
+                            "or name the tokenizer by --tokenizer-model");
     if (s->vocab_file && s->tokenizer_model)
         return mt_error_set(error, "--vocab-file and --tokenizer-model: give one or the other");
     if (s->encode + s->decode + (s->input != NULL) != 1)

@@ -855,7 +855,12 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     if (mt_options_derive_length(o, error) != 0) return -1;
     if ((o->stack.train_iters > 0) == (o->stack.train_samples > 0))
-        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
+        return o->stack.train_iters > 0
+                   ? mt_error_set(error, "--train-iters and --train-samples exclude each other; leave one out")
+               : MT_GIVEN(o, stack.train_iters)
+                   ? mt_error_set(error, "--train-iters 0 leaves no step; say how long to train, or give --load and "
+                                         "--save too: then it converts the checkpoint")
+                   : mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
     o->stack.num_iterations = mt_options_count_iterations(o);
     if (o->stack.num_iterations == 0)
         return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",

@@ -60,20 +60,28 @@ void mt_run_check(mt_run *r, int status, mt_error *error) {
  * with the checkpoints all the same; damaged files are an error. */
 static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
     mt_error why;
-    bool saves = r->options.save && r->grid.world.rank == 0;
     mt_tokenizer_close(r->tokenizer), mt_tokenizer_close(r->kept);
     r->tokenizer = r->kept = NULL;
+    r->kept_note.text[0] = 0;
     free(r->tokenizer_folder);
     r->tokenizer_folder = folder;
     if (mt_tokenizer_open_folder(&r->tokenizer, folder, &why) == 0) return 0;
     r->tokenizer = NULL;
     if (!mt_folder_has_tokenizer(folder)) {
-        if (saves) printf("no tokenizer is taken along: %s\n", why.text);
+        mt_error_set(&r->kept_note,
+                     "note: %s has no tokenizer, so the checkpoints of this run have none; infer then needs "
+                     "--tokenizer-type and --tokenizer-model",
+                     folder);
         return 0;
     }
     if (mt_tokenizer_keep_folder(&r->kept, folder, error) != 0) return -1;
-    if (saves) printf("the tokenizer is taken along as it is, but cannot be used here: %s\n", why.text);
+    mt_error_set(&r->kept_note, "note: the tokenizer is taken along as it is, but cannot be used here: %.3000s",
+                 why.text);
     return r->options.save ? mt_tokenizer_check_links(r->kept, error) : 0;
+}
+
+static void print_kept_note(const mt_run *r) {
+    if (r->options.save && r->grid.world.rank == 0 && r->kept_note.text[0]) printf("%s\n", r->kept_note.text);
 }
 
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
@@ -92,9 +100,15 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->stack.vocab_size == 0) o->stack.vocab_size = vocab_size;
     if (!o->tokenizer_type || o->stack.vocab_size >= vocab_size) return 0;
-    return mt_error_set(
-        error, "--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
-        (long long)vocab_size, (long long)o->stack.vocab_size);
+    const char *tokenizer =
+        o->tokenizer_model ? "--tokenizer-model" : "--tokenizer-type ByteLevel"; // the one type without files
+    if (MT_GIVEN(o, stack.vocab_size))
+        return mt_error_set(error,
+                            "%s has %lld tokens, more than --vocab-size %lld; give --vocab-size %lld or leave it out",
+                            tokenizer, (long long)vocab_size, (long long)o->stack.vocab_size, (long long)vocab_size);
+    return mt_error_set(error,
+                        "%s has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
+                        tokenizer, (long long)vocab_size, (long long)o->stack.vocab_size);
 }
 
 /* Every rank must have the same tokenizer, or none. */
@@ -216,7 +230,9 @@ static void load(mt_run *r) {
         free(found);
         return;
     }
+    bool noted = r->kept_note.text[0]; // by the opening
     status = take_tokenizer(r, found, &error);
+    if (status == 0 && !noted) print_kept_note(r);
     if (status == 0 && r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
         status = mt_error_set(
             &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
@@ -403,6 +419,7 @@ static void print_opening_lines(const mt_run *r, const int *hosts) {
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
+    print_kept_note(r);
     mt_stops_warn(o, stdout);
     mt_adapter_print_left_out(o, stdout);
     if (o->save) mt_adapter_warn(&o->stack, stdout);

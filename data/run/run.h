@@ -18,6 +18,7 @@ typedef struct mt_run {
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
     mt_tokenizer *kept;     // files of a tokenizer that this program cannot open, to be saved; NULL: none
+    mt_error kept_note;     // a line on the tokenizer that checkpoints will have; empty: nothing to say
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
