@@ -211,7 +211,8 @@ check step_8_with_pairs_in_another_order_is_seen sees experts 8 2 's,pair % m->e
 options_are_listed_and_named() {
     for step in 1 2 3 4 5 6 7 8; do
         "$work/step-$step" --help >"$work/out" 2>"$work/err" && [ ! -s "$work/err" ] || return 1
-        sed -n '/^static const option_row option_rows/,/^};/s/^    {"\(--[a-z0-9-]*\)".*/\1/p' $steps/$step.c >"$work/rows"
+        sed -n '/^static const option_row option_rows/,/^};/s/^    {"\(--[a-z0-9-]*\)".*/\1/p' $steps/$step.c \
+            >"$work/rows"
         sed -n 's/^  \(--[a-z0-9-]*\).*/\1/p' "$work/out" | diff "$work/rows" - && [ -s "$work/rows" ] || return 1
         sed -n '/^    } rules\[\] = {/,/}};/p' $steps/$step.c | tr -d '\n' | sed 's/},/},\n/g' >"$work/rules"
         [ "$(wc -l <"$work/rules")" -gt 3 ] && ! grep -v -e '"[^"]*--[a-z]' "$work/rules" | grep '"' || return 1
