@@ -356,6 +356,15 @@ outputs_that_are_replaced_are_named() {
     done
 }
 
+# The first token of a text, which comes from its prompt's forward, counts too.
+the_rates_count_every_new_token() {
+    for new in 1 3; do
+        "$infer" --load $golden/llama --prompt-tokens "$(ids $golden/llama 1 8 ,)" --print-tokens --temperature 0 \
+            --max-new-tokens $new --num-return-sequences 2 --device cpu >"$work/out" 2>"$work/err" &&
+            says "^read .*; then wrote $((2 * new)), " "$work/err" || return 1
+    done
+}
+
 ends_at_stop_strings() {
     makes_model_of_bytes || return 1
     three=$(printf '\357\277\275\357\277\275\357\277\275')
@@ -487,6 +496,7 @@ shows_tokens_that_the_tokenizer_lacks() {
         >"$work/out" 2>"$work/err" && grep -aq "^Once.*$(printf '\357\277\275')" "$work/out"
 }
 
+check the_rates_count_every_new_token the_rates_count_every_new_token
 check outputs_that_are_replaced_are_named outputs_that_are_replaced_are_named
 check greedy_continuations_equal_transformers continues_as_transformers
 check scores_entropies_and_logits_equal_transformers scores_as_transformers
