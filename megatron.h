@@ -1563,8 +1563,8 @@ typedef struct mt_gate_args {
  *
  *   I[t, j] = scale sum_h weights[t, h] max(q[t, h] . k[j], 0)
  *
- * and the query attends to the keys of the topk greatest scores that it sees; of equal scores, `ties` says
- * to which. A query row is one of the spans' rows [first_row, first_row + rows): those of this rank. */
+ * and the query attends to the keys of the topk greatest scores that it sees; `ties` selects among equal scores. A
+ * query row is one of the spans' rows [first_row, first_row + rows): those of this rank. */
 typedef struct mt_indexer_args {
     const mt_spans *spans;
     mt_pages pages;          // of the keys; the forward only

@@ -547,6 +547,25 @@ a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     done
 }
 
+# The order of the data and nothing else: the weights, which do not move, are the same byte for byte, and the losses are
+# not. A run keeps its --data-seed as its --seed.
+the_seed_of_the_data_is_of_their_order_alone() {
+    set -- --data-path "$work/o_text_document" --train-iters 4 --lr 1e-60
+    stays "$@" --save "$work/q1" --metrics "$work/q1.jsonl" &&
+        stays "$@" --save "$work/q2" --metrics "$work/q2.jsonl" --data-seed 7 &&
+        stays "$@" --save "$work/q3" --metrics "$work/q3.jsonl" --data-seed 1234 || return 1
+    for part in 1 2 3; do losses "$work/q$part.jsonl" >"$work/order-$part"; done
+    cmp "$work/order-1" "$work/order-3" && ! cmp -s "$work/order-1" "$work/order-2" &&
+        cmp "$work/q1/latest/model.safetensors" "$work/q2/latest/model.safetensors" || return 1
+    stays "$@" --seed 7 --data-seed 1234 --save "$work/q4" &&
+        ! cmp -s "$work/q1/latest/model.safetensors" "$work/q4/latest/model.safetensors" || return 1
+    stays "$@" --train-iters 5 --load "$work/q2" && return 1
+    says '^error: .*begun with --data-seed 7, not 1234' "$work/err" &&
+        stays "$@" --train-iters 5 --load "$work/q2" --data-seed 7 &&
+        stays "$@" --train-iters 5 --load "$work/q2" --no-load-rng &&
+        stays "$@" --train-iters 5 --load "$work/q3"
+}
+
 # The number of lines, what the loss counts, the share of --split: a run that goes on refuses another set of samples,
 # until --no-load-rng or --finetune begins a new order.
 other_data_are_refused() {
@@ -595,5 +614,6 @@ check an_error_in_the_background_ends_the_run an_error_in_the_background_ends_th
 check an_evaluation_that_fails_does_not_lose_the_save an_evaluation_that_fails_does_not_lose_the_save
 check data_that_cannot_be_read_end_all_ranks data_that_cannot_be_read_end_all_ranks
 check a_run_keeps_the_order_it_began_with a_longer_or_shorter_run_keeps_the_order_it_began_with
+check the_seed_of_the_data_is_of_their_order_alone the_seed_of_the_data_is_of_their_order_alone
 check other_data_are_refused other_data_are_refused
 exit $failed

@@ -10,6 +10,7 @@
 #include "../base/direct.h"
 #include "../base/file.h"
 #include "../base/watchdog.h"
+#include "../options/option_rules.h"
 #include "../models/special_tokens.h"
 #include "../models/hf_config.h"
 #include "adapter.h"
@@ -678,6 +679,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
     mt_json_set_int(json, "loss_average_steps", average->steps);
     mt_json_set_string(json, "optimizer", mt_optimizer_name(o->stack.optimizer));
     mt_json_set_int(json, "seed", o->stack.seed);
+    mt_json_set_int(json, "data_seed", mt_options_data_seed(o));
     mt_json_set_int(json, "seq_length", o->stack.seq_length);
     mt_json_set_int(json, "sft", o->sft);
     mt_json_set_int(json, "stage", o->stack.stage);

@@ -43,6 +43,10 @@ bool mt_options_converts(const mt_run_options *o) {
            o->save;
 }
 
+int64_t mt_options_data_seed(const mt_run_options *o) {
+    return o->data_seed >= 0 ? o->data_seed : o->stack.seed;
+}
+
 void mt_options_derive_sizes(mt_run_options *o) {
     bool gated = mt_activation_rows[mt_options_activation(&o->stack)].gated;
     if (o->stack.ffn_hidden_size == 0)
