@@ -744,7 +744,7 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error(SHAPE "--mock-data --train-iters 10", "--lr is missing");
     expect_error(RUN "--min-lr 1", "--min-lr 1 must be at most --lr 0.001");
-    expect_error(RUN "--lr-warmup-iters 10", "--lr-warmup-iters must be less than --lr-decay-iters");
+    expect_error(RUN "--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than --lr-decay-iters 10 (default");
     expect_error(RUN "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "exclude each other");
     expect_error(RUN "--lr-warmup-samples 2", "--lr-warmup-samples needs --train-samples");
     expect_error(RUN "--lr-decay-style WSD", "WSD needs --lr-wsd-decay-iters");

@@ -322,6 +322,21 @@ done
 END
 script documents_get_the_tokens_of_the_post_processor
 
+# A list of the types is the same wherever one is missing or wrong, and a missing file has a remedy.
+cat >"$scratch/test" <<'END'
+types='HuggingFaceTokenizer, SentencePieceTokenizer, Llama2Tokenizer, GPT2BPETokenizer, TikTokenizer or ByteLevel$'
+! $program --encode 2>"$scratch/err" </dev/null
+grep -q "^error: --tokenizer-type: is needed; give $types" "$scratch/err"
+! $program --encode --tokenizer-type Other 2>"$scratch/err" </dev/null
+grep -q "^error: --tokenizer-type Other: unknown; give $types" "$scratch/err"
+for type in HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer GPT2BPETokenizer TikTokenizer ByteLevel; do
+    $program --help | grep -q "$type"
+done
+! $program --input "$scratch/none.txt" --output-prefix "$scratch/none" $bytes 2>"$scratch/err"
+grep -q "^error: --input $scratch/none.txt: cannot be opened: .*; check the path" "$scratch/err"
+END
+script lists_of_tokenizers_agree_and_a_missing_file_has_a_remedy
+
 # Like Megatron's, with a note; until the new files are whole the old ones stay.
 cat >"$scratch/test" <<'END'
 echo old >"$scratch/o.txt"

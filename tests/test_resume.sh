@@ -336,6 +336,19 @@ checkpoints_that_come_before_the_lock_are_seen() {
     run --train-iters 4 --save "$work/late" --auto-resume && says '4/4 100%' "$work/out"
 }
 
+# A run that ends by an error before its first checkpoint leaves neither a lock nor a folder that was not there.
+a_run_that_saves_nothing_leaves_no_lock() {
+    refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/never" --data-path "$work/none" \
+        --mock-data=false &&
+        [ ! -e "$work/never" ] && mkdir "$work/empty" &&
+        refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/empty" --data-path "$work/none" \
+            --mock-data=false && [ -z "$(ls -A "$work/empty")" ] || return 1
+    run --train-iters 1 --save "$work/empty" && [ -e "$work/empty/.lock" ] || return 1
+    mkdir "$work/other-files" && touch "$work/other-files/mine" &&
+        refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/other-files" --data-path "$work/none" \
+            --mock-data=false && [ -e "$work/other-files/mine" ]
+}
+
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
     refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
@@ -601,6 +614,7 @@ check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
 check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_before_the_lock_are_seen
+check a_run_that_saves_nothing_leaves_no_lock a_run_that_saves_nothing_leaves_no_lock
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
 check a_recipe_that_finetunes_says_how_to_go_on a_recipe_that_finetunes_says_how_to_go_on

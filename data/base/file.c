@@ -492,6 +492,25 @@ int mt_folder_check_lock(const char *folder, const char *name, const char *optio
     return held ? -1 : 0;
 }
 
+static int mt_note_other(const char *folder, const char *name, void *lock) {
+    (void)folder;
+    return strcmp(name, lock) != 0;
+}
+
+void mt_folder_unlock(const char *folder, const char *name, bool made) {
+    if (mt_folder_visit(folder, mt_note_other, (void *)name) != 0) return;
+    char *path = mt_path_join(folder, name);
+    unlink(path);
+    if (made) rmdir(folder);
+    free(path);
+}
+
+/* False if the holder before has removed the file, so that this lock of it would exclude no one. */
+static bool mt_lock_is_placed(int descriptor, const char *path) {
+    struct stat held, placed;
+    return fstat(descriptor, &held) != 0 || (stat(path, &placed) == 0 && held.st_ino == placed.st_ino);
+}
+
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
     struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
     char host[256] = "", text[300];
@@ -505,6 +524,8 @@ int mt_folder_lock(const char *folder, const char *name, const char *option, mt_
         else
             fprintf(stderr, "warning: %s: cannot be locked: %s; a second run there would not be noticed\n", path,
                     strerror(reason));
+    } else if (status == 0 && !mt_lock_is_placed(descriptor, path)) {
+        status = mt_error_set(error, "%s: another run has just ended there; give the command again", folder);
     } else if (status == 0) { // on a full disk the holder stays unnamed
         gethostname(host, sizeof host - 1);
         int length = snprintf(text, sizeof text, "process %lld on host %s\n", (long long)getpid(), host);

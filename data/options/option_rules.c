@@ -889,9 +889,10 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
                             o->stack.lr_warmup_fraction, d.warmup,
                             o->stack.train_samples > 0 ? "samples" : "iters x the batch", given);
     const char *unit = o->stack.train_samples > 0 ? "samples" : "iters";
+    double each = o->stack.train_samples > 0 ? 1 : (double)o->stack.global_batch_size;
     if (d.warmup >= d.decay)
-        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
-                            unit);
+        return mt_error_set(error, "--lr-warmup-%s %.10g must be less than --lr-decay-%s %.10g (default: --train-%s)",
+                            unit, d.warmup / each, unit, d.decay / each, unit);
     if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
     return mt_options_derive_weight_decay(o, error);
