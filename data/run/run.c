@@ -242,7 +242,13 @@ static void load(mt_run *r) {
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const mt_run *r = context;
     const mt_tokenizer *saved = r->tokenizer ? r->tokenizer : r->kept;
-    return saved ? mt_tokenizer_save(saved, folder, error) : 0;
+    if (!saved) return 0;
+    int status = mt_tokenizer_save(saved, folder, error);
+    if (status != 0 || !r->chat_program || mt_folder_has(folder, "chat_template.jinja")) return status;
+    char *path = mt_path_join(folder, "chat_template.jinja");
+    status = mt_file_write(path, r->chat_program, (int64_t)strlen(r->chat_program), "--save", error);
+    free(path);
+    return status;
 }
 
 static mt_rl_config rl_config_of(mt_run *r) {
@@ -270,6 +276,15 @@ static void open_rl(mt_run *r, const mt_model_plan *plan) {
     refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
 }
 
+/* A model that was trained on conversations without marks remembers this, if its tokenizer has no other template. */
+static void keep_chat_program(mt_run *r, const mt_chat *chat, const char *path) {
+    mt_error ignored;
+    mt_chat *own = NULL;
+    bool has_own = path && mt_chat_open(&own, MT_CHAT_AUTO, r->tokenizer, path, &ignored) == 0;
+    if (!has_own || mt_chat_program(own)) r->chat_program = mt_chat_program(chat);
+    mt_chat_close(own);
+}
+
 /* The folders that a fine-tuning saves name the token that ends a response, so that other programs end there too. */
 static void name_turn_end(mt_run *r) {
     mt_run_options *o = &r->options;
@@ -279,6 +294,7 @@ static void name_turn_end(mt_run *r) {
     if (!o->save || o->stack.lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
     const char *path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
+    keep_chat_program(r, chat, path);
     int status = mt_chat_set_variables(chat, o->chat_template_kwargs, &error);
     if (status == 0) status = mt_chat_prepare(chat, &error);
     mt_stops stops;

@@ -17,8 +17,10 @@ typedef struct mt_run {
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
-    mt_tokenizer *kept;     // files of a tokenizer that this program cannot open, to be saved; NULL: none
-    mt_error kept_note;     // a line on the tokenizer that checkpoints will have; empty: nothing to say
+    mt_tokenizer *kept; // files of a tokenizer that this program cannot open, to be saved; NULL: none
+    mt_error kept_note; // a line on the tokenizer that checkpoints will have; empty: nothing to say
+    const char
+        *chat_program;      // of the template of conversations, which the tokenizer's folder lacks; NULL: none to save
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
