@@ -121,6 +121,7 @@ static void answer_prompts(mt_inference *r) {
     }
     check_out(r);
     mt_inference_open_generator(r, count / each, longest, prompt_tokens);
+    if (r->is_first && o->out) mt_new_file_note(o->out, "--out");
     generate(r, sequences, count, true);
     if (o->out) write_responses(r, sequences, count);
     forget(r, sequences, count);
@@ -161,11 +162,11 @@ static bool answer_lines(mt_inference *r) {
 /* Rates of all data-parallel ranks together. */
 static void print_rates(const mt_inference *r) {
     mt_generator_totals t = mt_generator_read_totals(r->generator);
-    double tokens[] = {(double)t.prefill_tokens, (double)t.decode_tokens};
-    mt_all_reduce_sum(&r->grid.data, tokens, 2, MT_F64);
+    double tokens[] = {(double)t.prefill_tokens, (double)t.decode_tokens, (double)t.new_tokens};
+    mt_all_reduce_sum(&r->grid.data, tokens, 3, MT_F64);
     if (!r->is_first) return;
     fprintf(stderr, "read %.0f tokens, %.1f tokens/s; then wrote %.0f, %.1f tokens/s\n", tokens[0],
-            t.prefill_tokens ? tokens[0] / t.prefill_seconds : 0, tokens[1],
+            t.prefill_tokens ? tokens[0] / t.prefill_seconds : 0, tokens[2],
             t.decode_tokens ? tokens[1] / t.decode_seconds : 0);
 }
 

@@ -15539,6 +15539,7 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     int status = mt_generator_forward(g, sequences, error);
     totals->prefill_tokens += g->batcher->num_prefill;
     totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits;
     *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);

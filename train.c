@@ -139,7 +139,7 @@ static void train(mt_run *r) {
     const mt_run_options *o = &r->options;
     mt_error error;
     int64_t validated = r->state.iteration;
-    bool stop = should_stop(r);
+    bool stop = should_stop(r), saved = mt_run_is_finished(r);
     mt_watch_enter(MT_WATCH_STEP);
     while ((r->state.iteration < o->stack.num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         mt_run_check(r, mt_saver_poll(r->saver, &error), &error);
@@ -164,7 +164,7 @@ static void train(mt_run *r) {
         return;
     }
     // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
-    if (r->last_saved != r->state.iteration) mt_run_save(r); // also without a step: converts
+    if (r->last_saved != r->state.iteration && !saved) mt_run_save(r); // also without a step: converts
     if (validated != r->state.iteration)
         stop = evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
     if (stop || evaluate(r, MT_SPLIT_TEST, "test", 0))

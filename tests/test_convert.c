@@ -66,6 +66,7 @@ static void make_model(const char *folder) {
     mt_run_options options;
     mt_error error;
     mt_saved_set set;
+    mt_checksums sums = {0};
     mt_param *rows;
     uint32_t state = 7;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof words / sizeof *words, words, &error) != 0 ||
@@ -75,9 +76,10 @@ static void make_model(const char *folder) {
     mt_saved_plan_weights(&set, rows, count, &options, MT_F32, INT64_MAX, NULL);
     assert_true(set.bytes > (int64_t)LAYERS * 3 * LARGEST);
     if (mt_folder_create(folder, NULL, &error) != 0 ||
-        mt_saved_write(&set, &options, MT_F32, folder, fill_random, &state, &error) != 0 ||
+        mt_saved_write(&set, &options, MT_F32, folder, fill_random, &state, &sums, &error) != 0 ||
         mt_model_files_write(&options, folder, NULL, NULL, &error) != 0)
         fail_msg("%s", error.text);
+    mt_checksums_free(&sums);
     mt_saved_free(&set);
     free(rows);
     mt_options_free(&options);

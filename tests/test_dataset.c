@@ -508,7 +508,8 @@ static void hostile_indices_are_refused_in_one_line(void **state) {
         assert_non_null(strstr(error.text, "x.idx"));
     }
     for (int64_t cut = 0; cut < size; cut++)
-        assert_refused(mt_indexed_index_parse(&index, good, cut, bin_size, "x.idx", &error), &error, "x.idx");
+        assert_refused(mt_indexed_index_parse(&index, good, cut, bin_size, "x.idx", &error), &error,
+                       "cut short: copy it again, or make it again with data/preprocess");
     assert_refused(mt_indexed_index_parse(&index, good, size, bin_size - 1, "x.idx", &error), &error, "outside");
     free(good);
     free(bad);

@@ -20,6 +20,7 @@ the_demo_generates_words() {
     counts=$(sed -n 's/^6\. words: \([0-9]*\) of the \([0-9]*\) generated words occur in the text$/\1 \2/p' "$work/out")
     known=${counts% *} all=${counts#* }
     echo "$known of $all words"
+    says ' 100/250 .* GFLOP/s  [0-9:]* left$' "$work/out" || return 1 # a whole line, without a terminal
     [ "$all" -ge 20 ] && [ $((100 * known)) -ge $((75 * all)) ]
 }
 
@@ -32,12 +33,12 @@ figures() {
 }
 
 # README shows lines of the demo. The losses are within 10% of these. The counts are those of the project's own text,
-# which may have grown by a half since the lines were written.
+# which grows: a tenth more, and the lines are written again.
 readme_shows_what_the_demo_prints() {
     figures README.md >"$work/shown" && figures "$work/whole.out" >"$work/printed" || return 1
     paste "$work/shown" "$work/printed" | awk '
         { d = $2 > 0 ? $1 / $2 - 1 : 1 }
-        { most = NR <= 3 ? 0.5 : 0.1 }
+        { most = 0.1 }
         d > most || d < -most { print "README says " $1 ", and the demo prints " $2; failed = 1 }
         END { exit failed || NR != 6 }'
 }

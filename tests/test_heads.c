@@ -199,7 +199,7 @@ static void save(fixture *f, const char *name) {
     FILE *file = fopen(at(path), "wb");
     fputs(config, file);
     fclose(file), free(config);
-    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, "--save", &error) != 0)
+    if (mt_safetensors_save_folder(f->model, at(name), "model", 1 << 20, "--save", NULL, &error) != 0)
         fail_msg("%s", error.text);
 }
 

@@ -340,6 +340,31 @@ answers_a_file_of_prompts() {
 }
 
 # A stop string spans tokens; the text is cut before it. The model of bytes writes ill-formed ones.
+# The output of an earlier run is named before the work, and stays if that fails; the program cannot be asked.
+outputs_that_are_replaced_are_named() {
+    set -- --load $golden/llama --device cpu
+    one="--prompt-tokens 1,2 --print-tokens --max-new-tokens 2"
+    two="--score $golden/llama/tokens.i32 --seq-length 32"
+    # shellcheck disable=SC2086
+    for task in "$one" "$two"; do
+        rm -f "$work/named"
+        "$infer" "$@" $task --out "$work/named" >"$work/out" 2>"$work/err" && ! grep 'is there already' "$work/err" &&
+            [ -s "$work/named" ] && cp "$work/named" "$work/before" && echo more >>"$work/named" &&
+            "$infer" "$@" $task --out "$work/named" >"$work/out" 2>"$work/err" &&
+            says "^note: --out $work/named is there already; it will be replaced" "$work/err" &&
+            cmp "$work/named" "$work/before" || return 1
+    done
+}
+
+# The first token of a text, which comes from its prompt's forward, counts too.
+the_rates_count_every_new_token() {
+    for new in 1 3; do
+        "$infer" --load $golden/llama --prompt-tokens "$(ids $golden/llama 1 8 ,)" --print-tokens --temperature 0 \
+            --max-new-tokens $new --num-return-sequences 2 --device cpu >"$work/out" 2>"$work/err" &&
+            says "^read .*; then wrote $((2 * new)), " "$work/err" || return 1
+    done
+}
+
 ends_at_stop_strings() {
     makes_model_of_bytes || return 1
     three=$(printf '\357\277\275\357\277\275\357\277\275')
@@ -471,6 +496,8 @@ shows_tokens_that_the_tokenizer_lacks() {
         >"$work/out" 2>"$work/err" && grep -aq "^Once.*$(printf '\357\277\275')" "$work/out"
 }
 
+check the_rates_count_every_new_token the_rates_count_every_new_token
+check outputs_that_are_replaced_are_named outputs_that_are_replaced_are_named
 check greedy_continuations_equal_transformers continues_as_transformers
 check scores_entropies_and_logits_equal_transformers scores_as_transformers
 check a_folder_in_fp8_scores_as_transformers scores_fp8_folder 1 1

@@ -393,7 +393,7 @@ static void small_files_have_the_same_bytes(void **state) {
             trainee t;
             open_trainee(&t, "gpt2", &layouts[i], "");
             load(&t, "tests/golden/hf/gpt2");
-            if (mt_safetensors_save_folder(t.f.model, to, "model", 20000, "--save", &error) != 0)
+            if (mt_safetensors_save_folder(t.f.model, to, "model", 20000, "--save", NULL, &error) != 0)
                 fail_msg("%s", error.text);
             close_trainee(&t);
         }

@@ -324,7 +324,8 @@ what_a_folder_lacks_is_named_before_memory_is_taken() {
 }
 
 a_config_without_its_type_is_refused() {
-    tunes --train-iters 1 --save "$work/typed" && cp -r "$work/typed/iter_0000001" "$work/untyped" || return 1
+    tunes --train-iters 1 --save "$work/typed" && cp -r "$work/typed/iter_0000001" "$work/untyped" &&
+        rm "$work/untyped/checksums.json" "$work/untyped/trainer.json" || return 1
     for config in '{}' '{"r": 4, "lora_alpha": 4, "target_modules": "all-linear"}'; do
         echo "$config" >"$work/untyped/adapter_config.json"
         refused 'adapter_config.json: "peft_type" is not "LORA"' "$infer" --load $base --load-adapter "$work/untyped" \

@@ -202,6 +202,29 @@ a_run_goes_on_bit_for_bit_from_what_it_saved() {
             --mamba-num-groups 2 --bf16
 }
 
+# Like --save: both formats, and a merged adapter; damage is found when the folder is loaded.
+a_converted_folder_has_checksums() {
+    "$infer" --load "$golden/dense_tp2" --use-checkpoint-args --convert "$work/sums" >"$work/out" 2>"$work/err" &&
+        "$infer" --load "$work/sums" --convert "$work/sums-dist" --ckpt-format torch_dist >"$work/out" 2>"$work/err" &&
+        "$infer" --load "$work/sums-dist" --use-checkpoint-args --convert "$work/sums-again" >"$work/out" \
+            2>"$work/err" && cmp "$work/sums/checksums.json" "$work/sums-again/checksums.json" || return 1
+    printf x | dd of="$work/sums-dist/release/__0_0.distcp" bs=1 seek=9000 conv=notrunc 2>"$work/err"
+    printf x | dd of="$work/sums/model.safetensors" bs=1 seek=9000 conv=notrunc 2>"$work/err"
+    refused '__0_0.distcp: damaged: bytes 0 to .*; copy the folder again' "$infer" --load "$work/sums-dist" \
+        --use-checkpoint-args --convert "$work/no-sums" &&
+        refused 'model.safetensors: damaged: bytes 0 to .*; copy the folder again' "$infer" --load "$work/sums" \
+            --convert "$work/no-sums" || return 1
+    [ -z "$ranks" ] && several=1 || several=2
+    "$train" --load "$work/sums-again" --finetune --lora-rank 2 --lora-target all-linear --mock-data --train-iters 1 \
+        --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --device cpu \
+        --save "$work/adapter" >"$work/out" 2>"$work/err" &&
+        on_ranks "$several" "$infer" --load "$work/sums-again" --load-adapter "$work/adapter" \
+            --merge-adapter "$work/merged" --device cpu &&
+        "$infer" --load "$work/merged" --convert "$work/merged-again" >"$work/out" 2>"$work/err" || return 1
+    printf x | dd of="$work/merged/model.safetensors" bs=1 seek=9000 conv=notrunc 2>"$work/err"
+    refused 'merged/model.safetensors: damaged: bytes 0 to' "$infer" --load "$work/merged" --convert "$work/no-sums"
+}
+
 a_damaged_file_gives_way_to_the_checkpoint_before() {
     # shellcheck disable=SC2086
     own="$model $(echo $run | sed 's/--use-checkpoint-args//') --save-interval 3 --ckpt-format torch_dist"
@@ -254,6 +277,7 @@ check what_is_saved_for_megatron_scores_alike what_is_saved_for_megatron_scores_
 check a_conversion_has_the_same_weights a_conversion_has_the_same_weights
 check every_layout_saves_the_same_bytes every_layout_saves_the_same_bytes
 check a_run_goes_on_bit_for_bit_from_what_it_saved a_run_goes_on_bit_for_bit_from_what_it_saved
+check a_converted_folder_has_checksums a_converted_folder_has_checksums
 check a_damaged_file_gives_way_to_the_checkpoint_before a_damaged_file_gives_way_to_the_checkpoint_before
 check what_megatron_has_no_place_for_is_refused what_megatron_has_no_place_for_is_refused
 exit $failed

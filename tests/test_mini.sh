@@ -95,14 +95,15 @@ layout() {
 }
 
 refuses_what_does_not_fit() {
-    refused '--nix: unknown option' "$mini" --nix 1 &&
-        refused '--num-layers 3.5: needs a whole number' "$mini" --num-layers 3.5 &&
-        refused '--lr : needs a number' "$mini" --lr &&
-        refused 'the number of ranks is no multiple of tensor x' "$mini" $TP 2 &&
+    refused '--nix: unknown option; --help lists them' "$mini" --nix 1 &&
+        refused "--num-layers: needs a whole number from 1 to 2^20, not '3.5'" "$mini" --num-layers 3.5 &&
+        refused "--lr: needs a number from 0 to 2^20, not ''" "$mini" --lr &&
+        refused 'the ranks must divide by --tensor-' "$mini" $TP 2 &&
+        refused 'too large a model: lower --num-layers' "$mini" --num-layers 100000 &&
         refused '--num-attention-heads must divide by --num-query-groups' "$mini" --num-query-groups 3 &&
-        refused 'model.safetensors: cannot be read' "$mini" --load "$work" &&
-        refused 'has no model.embed_tokens.weight with 160 x 64 numbers' "$mini" --load $golden/llama \
-            --hidden-size 64 &&
+        refused 'model.safetensors: cannot be read; check the path' "$mini" --load "$work" &&
+        refused 'has no model.embed_tokens.weight of 160 x 64 numbers.*; give its shape' "$mini" \
+            --load $golden/llama --hidden-size 64 &&
         refused 'tokens.i32: holds 40 sequences of 33 tokens, training needs 48' "$mini" --train-iters 6 \
             --tokens-file $golden/llama/tokens.i32
 }

@@ -328,7 +328,7 @@ static void save_weights(fixture *f, const char *folder) {
     char path[512], *config = mt_options_write_hf_config(&f->options);
     mt_error error;
     assert_int_equal(mkdir(folder, 0777), 0);
-    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, "--save", &error) != 0)
+    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, "--save", NULL, &error) != 0)
         fail_msg("%s", error.text);
     snprintf(path, sizeof path, "%s/config.json", folder);
     FILE *out = fopen(path, "wb");

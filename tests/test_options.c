@@ -306,6 +306,10 @@ static void malformed_command_lines_are_refused_in_one_line(void **state) {
     expect_error(RUN "stray", "unexpected argument 'stray'");
     expect_error(RUN "-x", "unexpected argument '-x'");
     expect_error(RUN "--bf16=maybe", "--bf16 expects true or false");
+    expect_error(RUN "--bf16 maybe", "'maybe' after --bf16, which takes true, false or nothing");
+    expect_error(RUN "--lr 1e-3 2e-3", "'2e-3' after --lr, which takes one value");
+    expect_error(RUN "--train-iters 0", "--train-iters 0 leaves no step; say how long to train");
+    expect_error(RUN "--train-samples 64", "--train-iters and --train-samples exclude each other");
     expect_error(RUN "--device tpu", "--device expects auto|cpu|cuda, got 'tpu'");
     expect_error(RUN "--normalization rms", "--normalization expects LayerNorm|RMSNorm, got 'rms'");
     expect_error(RUN "--save=", "--save expects DIR, got nothing");
@@ -740,7 +744,7 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error(SHAPE "--mock-data --train-iters 10", "--lr is missing");
     expect_error(RUN "--min-lr 1", "--min-lr 1 must be at most --lr 0.001");
-    expect_error(RUN "--lr-warmup-iters 10", "--lr-warmup-iters must be less than --lr-decay-iters");
+    expect_error(RUN "--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than --lr-decay-iters 10 (default");
     expect_error(RUN "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "exclude each other");
     expect_error(RUN "--lr-warmup-samples 2", "--lr-warmup-samples needs --train-samples");
     expect_error(RUN "--lr-decay-style WSD", "WSD needs --lr-wsd-decay-iters");
@@ -1172,6 +1176,16 @@ static void other_names_of_an_option_set_it(void **state) {
     assert_int_equal(options.stack.data_parallel_sharding_strategy, MT_SHARD_OPTIM);
     assert_int_equal(options.stack.num_query_groups, 4);
     mt_options_free(&options);
+    expect_good(&options, RUN "--use-rotary-position-embeddings --no-position-embedding"); // as scripts have them
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_ROPE);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--use-megatron-fsdp --use-torch-fsdp2"); // two names of one value
+    mt_options_free(&options);
+    expect_error(RUN "--use-layer-wise-distributed-optimizer --use-megatron-fsdp",
+                 "--use-megatron-fsdp and --use-layer-wise-distributed-optimizer exclude each other: they ask for two "
+                 "values of one option; leave one out");
+    expect_error(RUN "--use-torch-fsdp2 --use-layer-wise-distributed-optimizer",
+                 "--use-layer-wise-distributed-optimizer and --use-torch-fsdp2 exclude each other");
     expect_good(&options, RUN "--group-query-attention --num-query-groups 0 --use-flash-attn=false");
     assert_int_equal(options.stack.num_query_groups, 4);
     assert_int_equal(options.stack.attention_backend, MT_ATTENTION_AUTO);
@@ -1613,6 +1627,8 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     expect_yaml_error("prompt: x\n", "run.yaml:1: prompt is an option of infer, not of train");
     expect_yaml_error("lr: 1\nlr: 2\n", "run.yaml:2: lr is given twice in this file");
     expect_yaml_error("norm_epsilon: 1\nlayernorm_epsilon: 2\n", "is given twice");
+    expect_yaml_error("use_megatron_fsdp: true\nuse_layer_wise_distributed_optimizer: true\n",
+                      "run.yaml:2: use_layer_wise_distributed_optimizer and ");
     expect_yaml_error("lr: fast\n", "run.yaml:1: lr expects a number, got 'fast'");
     expect_yaml_error("lr: [1, 2]\n", "lr expects a number, not a list");
     expect_yaml_error("lr: {a: 1}\n", "lr expects a number, not a section");

@@ -322,6 +322,40 @@ done
 END
 script documents_get_the_tokens_of_the_post_processor
 
+# A list of the types is the same wherever one is missing or wrong, and a missing file has a remedy.
+cat >"$scratch/test" <<'END'
+types='HuggingFaceTokenizer, SentencePieceTokenizer, Llama2Tokenizer, GPT2BPETokenizer, TikTokenizer or ByteLevel$'
+! $program --encode 2>"$scratch/err" </dev/null
+grep -q "^error: --tokenizer-type: is needed; give $types" "$scratch/err"
+! $program --encode --tokenizer-type Other 2>"$scratch/err" </dev/null
+grep -q "^error: --tokenizer-type Other: unknown; give $types" "$scratch/err"
+for type in HuggingFaceTokenizer SentencePieceTokenizer Llama2Tokenizer GPT2BPETokenizer TikTokenizer ByteLevel; do
+    $program --help | grep -q "$type"
+done
+! $program --input "$scratch/none.txt" --output-prefix "$scratch/none" $bytes 2>"$scratch/err"
+grep -q "^error: --input $scratch/none.txt: cannot be opened: .*; check the path" "$scratch/err"
+END
+script lists_of_tokenizers_agree_and_a_missing_file_has_a_remedy
+
+# Like Megatron's, with a note; until the new files are whole the old ones stay.
+cat >"$scratch/test" <<'END'
+echo old >"$scratch/o.txt"
+$program --input "$scratch/o.txt" --output-prefix "$scratch/o" $bytes 2>"$scratch/err"
+same "$(cat "$scratch/err")" ""
+mkdir "$scratch/kept"
+cp "$scratch"/o_text_document.* "$scratch/kept"
+echo new >"$scratch/o.jsonl"
+! $program --input "$scratch/o.jsonl" --output-prefix "$scratch/o" $bytes 2>"$scratch/err"
+grep -q 'note: --output-prefix .*o_text_document.bin is there already; it will be replaced' "$scratch/err"
+cmp "$scratch/o_text_document.bin" "$scratch/kept/o_text_document.bin"
+cmp "$scratch/o_text_document.idx" "$scratch/kept/o_text_document.idx"
+echo new >"$scratch/o.txt"
+$program --input "$scratch/o.txt" --output-prefix "$scratch/o" $bytes 2>"$scratch/err"
+same "$(grep -c '^note: --output-prefix .* is there already' "$scratch/err")" 2
+same "$(od -An -tu2 "$scratch/o_text_document.bin" | xargs)" "110 101 119 10"
+END
+script files_that_are_replaced_are_named_and_stay_until_then
+
 # Megatron's Llama2Tokenizer adds BOS, its SentencePieceTokenizer does not.
 cat >"$scratch/test" <<'END'
 sp=tests/golden/tokenizer/bpe.model
@@ -339,6 +373,7 @@ mkdir "$scratch/sp"
 cp $sp "$scratch/sp/tokenizer.model"
 echo '{"add_bos_token":false}' >"$scratch/sp/tokenizer_config.json"
 for type in Llama2Tokenizer SentencePieceTokenizer; do
+    rm "$scratch/s_text_document.bin" "$scratch/s_text_document.idx"
     $program --input "$scratch/s.jsonl" --output-prefix "$scratch/s" --tokenizer-type $type \
         --tokenizer-model "$scratch/sp" 2>"$scratch/err"
     same "$(ids)" "$a"

@@ -136,8 +136,8 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
     losses "$work/d.jsonl" | tail -n 3 >"$work/want"
     file=$work/d/iter_0000009/optimizer.safetensors
     printf X | dd of="$file" bs=1 seek=$(($(wc -c <"$file") / 2)) conv=notrunc 2>/dev/null
-    refuses 'optimizer.safetensors: damaged: bytes 0 to .* take another checkpoint' --train-iters 9 --load "$work/d" ||
-        return 1
+    refuses 'optimizer.safetensors: damaged: bytes 0 to .* load .*/d/iter_0000006, the intact' --train-iters 9 \
+        --load "$work/d" || return 1
     for how in "--load $work/d" "--load $work/elsewhere --auto-resume" '--auto-resume'; do
         rm -rf "$work/again" "$work/again.jsonl"
         cp -a "$work/d" "$work/again"
@@ -148,7 +148,65 @@ a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
             run --train-iters 9 --load "$work/again" || return 1
     done
     for iteration in 3 6; do truncate -s -1 "$work/d/iter_000000$iteration/model.safetensors"; done
-    refuses damaged --train-iters 9 --load "$work/d" --save "$work/d"
+    refuses 'damaged: .*; no intact checkpoint is before it' --train-iters 9 --load "$work/d" --save "$work/d"
+}
+
+# Whichever file is cut, changed or gone, and whichever program reads it first: the damage has one text, which names the
+# checkpoint to load, and that one continues in the other folder.
+a_damaged_file_has_one_text_that_names_the_checkpoint_before() {
+    run --train-iters 6 --save "$work/t" --save-interval 3 || return 1
+    for file in config.json trainer.json checksums.json model.safetensors optimizer.safetensors; do
+        for how in cut changed gone; do
+            rm -rf "$work/hurt"
+            cp -a "$work/t" "$work/hurt"
+            path=$work/hurt/iter_0000006/$file
+            case $how in
+            cut) truncate -s -3 "$path" ;;
+            changed) printf '~' | dd of="$path" bs=1 seek=300 conv=notrunc 2>/dev/null ;;
+            gone) rm "$path" ;;
+            esac
+            refuses "iter_0000006.*: damaged: .*; load $work/hurt/iter_0000003, the intact checkpoint before it\$" \
+                --train-iters 9 --load "$work/hurt" --save "$work/elsewhere" && says "$file" "$work/err" || return 1
+            cp "$work/err" "$work/text"
+            [ $file = optimizer.safetensors ] && continue
+            refused "$file" "$infer" --load "$work/hurt" --prompt-tokens 1 --print-tokens --device cpu &&
+                cmp "$work/err" "$work/text" || return 1
+            refused "$file" "$infer" --load "$work/hurt" --convert "$work/elsewhere" && cmp "$work/err" "$work/text" ||
+                return 1
+        done
+    done
+    run --train-iters 9 --load "$work/hurt/iter_0000003" --save "$work/elsewhere" && says '9/9 100%' "$work/out"
+}
+
+# The weights of a checkpoint whose optimizer is damaged or was taken away are there for all who read these alone.
+files_that_are_not_read_are_not_compared() {
+    run --train-iters 3 --save "$work/w1" || return 1
+    for how in changed gone; do
+        file=$work/w1/iter_0000003/optimizer.safetensors
+        printf X | dd of="$file" bs=1 seek=2000 conv=notrunc 2>/dev/null
+        [ $how = changed ] || rm "$file"
+        rm -rf "$work/w2"
+        "$infer" --load "$work/w1" --convert "$work/w2" >"$work/out" 2>"$work/err" &&
+            cmp "$work/w1/iter_0000003/model.safetensors" "$work/w2/model.safetensors" &&
+            "$infer" --load "$work/w1" --prompt-tokens 1 --print-tokens --device cpu >"$work/out" 2>"$work/err" &&
+            run --train-iters 1 --load "$work/w1" --finetune && run --train-iters 4 --load "$work/w1" --no-load-optim &&
+            refuses 'optimizer.safetensors' --train-iters 4 --load "$work/w1" || return 1
+    done
+}
+
+# The same command again, after its last step: the checkpoint stays, byte for byte and in its time; another folder gets
+# it, and more steps go on.
+a_finished_run_says_so_and_saves_nothing() {
+    run --train-iters 3 --save "$work/z" && ls -li --full-time "$work/z/iter_0000003" >"$work/want" || return 1
+    for how in "--load $work/z" --auto-resume "--load $work/z/iter_0000003"; do
+        # shellcheck disable=SC2086
+        run --train-iters 3 --save "$work/z" $how && says 'nothing is left to train: .* raise --train-iters' \
+            "$work/out" && ! grep '^saved' "$work/out" &&
+            ls -li --full-time "$work/z/iter_0000003" | cmp - "$work/want" || return 1
+    done
+    run --train-iters 3 --load "$work/z" --save "$work/z2" && says '^saved iteration 3' "$work/out" &&
+        run --train-iters 4 --load "$work/z" --save "$work/z" && ! grep 'nothing is left' "$work/out" &&
+        says '^saved iteration 4' "$work/out"
 }
 
 # A flipped byte in the tokenizer of the last checkpoint: the tokenizer too is that of the one before.
@@ -278,6 +336,19 @@ checkpoints_that_come_before_the_lock_are_seen() {
     run --train-iters 4 --save "$work/late" --auto-resume && says '4/4 100%' "$work/out"
 }
 
+# A run that ends by an error before its first checkpoint leaves neither a lock nor a folder that was not there.
+a_run_that_saves_nothing_leaves_no_lock() {
+    refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/never" --data-path "$work/none" \
+        --mock-data=false &&
+        [ ! -e "$work/never" ] && mkdir "$work/empty" &&
+        refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/empty" --data-path "$work/none" \
+            --mock-data=false && [ -z "$(ls -A "$work/empty")" ] || return 1
+    run --train-iters 1 --save "$work/empty" && [ -e "$work/empty/.lock" ] || return 1
+    mkdir "$work/other-files" && touch "$work/other-files/mine" &&
+        refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/other-files" --data-path "$work/none" \
+            --mock-data=false && [ -e "$work/other-files/mine" ]
+}
+
 a_missing_checkpoint_begins_anew_or_ends_the_run() {
     refuses 'holds no checkpoint to resume from' --train-iters 3 --load "$work/n" --save "$work/n" \
         --exit-on-missing-checkpoint &&
@@ -294,6 +365,35 @@ auto_resume_finetunes_once() {
         run --train-iters 5 --load "$work/base" --finetune --auto-resume --save "$work/tuned" \
             --metrics "$work/t.jsonl" &&
         [ "$(losses "$work/t.jsonl" | cut -d' ' -f1 | tr '\n' ' ')" = '4 5 ' ]
+}
+
+# The recipe begins from a model by finetune: true. Its second start is refused, and each way that the errors name goes
+# on; they name the line of the recipe.
+a_recipe_that_finetunes_says_how_to_go_on() {
+    printf 'load: %s\nfinetune: true\nsave: %s\n' "$work/untuned" "$work/tuned2" >"$work/tune.yaml"
+    run --train-iters 4 --save "$work/untuned" && run --config "$work/tune.yaml" --train-iters 2 || {
+        grep -q 'without libyaml' "$work/err" # the only valid error
+        return
+    }
+    refuses 'finetune (.*tune.yaml:2) begins anew; continue their run by --auto-resume' --config "$work/tune.yaml" \
+        --train-iters 3 &&
+        refuses 'by --auto-resume or by setting --finetune (.*tune.yaml:2) to false' --config "$work/tune.yaml" \
+            --train-iters 3 --load "$work/tuned2" &&
+        run --config "$work/tune.yaml" --train-iters 3 --load "$work/tuned2" --finetune false &&
+        says '3/3 100%' "$work/out" && run --config "$work/tune.yaml" --train-iters 4 --auto-resume &&
+        says '4/4 100%' "$work/out" && [ "$(folders "$work/tuned2")" = '2 3 4 ' ]
+}
+
+# Models without a tokenizer are common: a note among the others, once, also where the run takes the checkpoint before.
+a_model_without_a_tokenizer_is_noted_once() {
+    run --train-iters 4 --save "$work/mute" --save-interval 2 && run --train-iters 5 --load "$work/mute" \
+        --save "$work/mute" && [ "$(grep -c 'tokenizer' "$work/out")" = 1 ] &&
+        says '^note: .*iter_0000004 has no tokenizer, so the checkpoints of this run have none; infer' "$work/out" &&
+        ! head -n 1 "$work/out" | grep -q tokenizer || return 1
+    printf X | dd of="$work/mute/iter_0000005/model.safetensors" bs=1 seek=3000 conv=notrunc 2>/dev/null
+    run --train-iters 6 --load "$work/mute" --save "$work/mute" && says 'going on from iteration 4' "$work/err" &&
+        [ "$(grep -c '^note: .* has no tokenizer' "$work/out")" = 1 ] && run --train-iters 7 --load "$work/mute" &&
+        ! grep 'tokenizer' "$work/out"
 }
 
 checkpoints_stay_as_options_say() {
@@ -358,7 +458,7 @@ no_steps_convert_a_checkpoint() {
         run --train-iters 6 --save "$work/w" --save-interval 4 && run --train-iters 6 --load "$work/f" \
         --metrics "$work/f.jsonl" && losses "$work/f.jsonl" >"$work/part" &&
         losses "$work/i.jsonl" | cmp - "$work/part" && [ "$(wc -l <"$work/part")" = 2 ] &&
-        refuses 'how long to train' --train-iters 0
+        refuses '--train-iters 0 leaves no step; say how long to train' --train-iters 0
 }
 
 # A full disk during an asynchronous save ends the run with one error line.
@@ -460,6 +560,25 @@ a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     done
 }
 
+# The order of the data and nothing else: the weights, which do not move, are the same byte for byte, and the losses are
+# not. A run keeps its --data-seed as its --seed.
+the_seed_of_the_data_is_of_their_order_alone() {
+    set -- --data-path "$work/o_text_document" --train-iters 4 --lr 1e-60
+    stays "$@" --save "$work/q1" --metrics "$work/q1.jsonl" &&
+        stays "$@" --save "$work/q2" --metrics "$work/q2.jsonl" --data-seed 7 &&
+        stays "$@" --save "$work/q3" --metrics "$work/q3.jsonl" --data-seed 1234 || return 1
+    for part in 1 2 3; do losses "$work/q$part.jsonl" >"$work/order-$part"; done
+    cmp "$work/order-1" "$work/order-3" && ! cmp -s "$work/order-1" "$work/order-2" &&
+        cmp "$work/q1/latest/model.safetensors" "$work/q2/latest/model.safetensors" || return 1
+    stays "$@" --seed 7 --data-seed 1234 --save "$work/q4" &&
+        ! cmp -s "$work/q1/latest/model.safetensors" "$work/q4/latest/model.safetensors" || return 1
+    stays "$@" --train-iters 5 --load "$work/q2" && return 1
+    says '^error: .*begun with --data-seed 7, not 1234' "$work/err" &&
+        stays "$@" --train-iters 5 --load "$work/q2" --data-seed 7 &&
+        stays "$@" --train-iters 5 --load "$work/q2" --no-load-rng &&
+        stays "$@" --train-iters 5 --load "$work/q3"
+}
+
 # The number of lines, what the loss counts, the share of --split: a run that goes on refuses another set of samples,
 # until --no-load-rng or --finetune begins a new order.
 other_data_are_refused() {
@@ -485,6 +604,9 @@ other_data_are_refused() {
 
 check kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 check a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
+check a_damaged_file_has_one_text a_damaged_file_has_one_text_that_names_the_checkpoint_before
+check files_that_are_not_read_are_not_compared files_that_are_not_read_are_not_compared
+check a_finished_run_says_so_and_saves_nothing a_finished_run_says_so_and_saves_nothing
 check everything_comes_from_the_checkpoint_that_is_whole everything_comes_from_the_checkpoint_that_is_whole
 check the_place_of_the_optimizer_changes_no_loss the_place_of_the_optimizer_changes_no_loss
 check states_with_scales_resume_bit_for_bit states_with_scales_resume_bit_for_bit
@@ -492,8 +614,11 @@ check a_lost_file_does_not_restart_the_run a_lost_file_does_not_restart_the_run
 check a_folder_in_use_is_refused a_folder_in_use_is_refused
 check a_lock_of_another_host_is_named a_lock_of_another_host_is_named_and_a_stale_one_is_taken
 check checkpoints_that_come_before_the_lock_are_seen checkpoints_that_come_before_the_lock_are_seen
+check a_run_that_saves_nothing_leaves_no_lock a_run_that_saves_nothing_leaves_no_lock
 check a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
 check auto_resume_finetunes_once auto_resume_finetunes_once
+check a_recipe_that_finetunes_says_how_to_go_on a_recipe_that_finetunes_says_how_to_go_on
+check a_model_without_a_tokenizer_is_noted_once a_model_without_a_tokenizer_is_noted_once
 check checkpoints_stay_as_options_say checkpoints_stay_as_options_say
 check a_save_in_the_background_holds_what_one_at_once_does a_save_in_the_background_holds_what_one_at_once_does
 check another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only
@@ -503,5 +628,6 @@ check an_error_in_the_background_ends_the_run an_error_in_the_background_ends_th
 check an_evaluation_that_fails_does_not_lose_the_save an_evaluation_that_fails_does_not_lose_the_save
 check data_that_cannot_be_read_end_all_ranks data_that_cannot_be_read_end_all_ranks
 check a_run_keeps_the_order_it_began_with a_longer_or_shorter_run_keeps_the_order_it_began_with
+check the_seed_of_the_data_is_of_their_order_alone the_seed_of_the_data_is_of_their_order_alone
 check other_data_are_refused other_data_are_refused
 exit $failed

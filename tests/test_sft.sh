@@ -36,6 +36,21 @@ the_recipe_makes_a_model_that_answers() {
     diff "$work/expected" "$work/answers"
 }
 
+# The folder of a model that was trained without marks says so: --chat needs no --chat-template, also after a run that
+# went on.
+a_model_remembers_the_template_plain() {
+    printf '{"prompt":"Hello","response":"you"}\n%.0s' 1 2 3 4 >"$work/plain.jsonl"
+    trains --data-path "$work/plain.jsonl" --save "$work/plain" &&
+        trains --data-path "$work/plain.jsonl" --save "$work/plain" --load "$work/plain" --train-iters 2 || return 1
+    set -- --temperature 0 --max-new-tokens 8 --device cpu --chat
+    for iteration in 1 2; do
+        folder=$work/plain/iter_000000$iteration
+        printf 'Hello\n' | "$infer" --load "$folder" "$@" >"$work/remembered" 2>"$work/err" &&
+            printf 'Hello\n' | "$infer" --load "$folder" --chat-template plain "$@" >"$work/out" 2>"$work/err" &&
+            cmp "$work/out" "$work/remembered" && [ -s "$work/out" ] || return 1
+    done
+}
+
 # The same fine-tuning on two ranks, up to rounding.
 two_ranks_train_alike() {
     set -- --config data/recipes/sft-demo.yaml --load "$story" --train-epochs 3 --device cpu
@@ -219,7 +234,7 @@ else
 fi
 for test in every_template_holds_a_conversation the_recipe_of_qwen3_runs the_loss_follows_its_option \
     bad_lines_are_named_and_counted preferences_resume_by_the_same_command \
-    a_message_names_the_operand_that_is_not_finite \
+    a_message_names_the_operand_that_is_not_finite a_model_remembers_the_template_plain \
     options_without_meaning_are_refused; do
     check $test $test
 done

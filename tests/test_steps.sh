@@ -207,6 +207,20 @@ check step_7_with_positions_of_the_rank_is_seen sees dense 7 2 \
     's/(double)token_position(m, m->context.rank, t)/(double)t/' $CP 2
 check step_8_with_pairs_in_another_order_is_seen sees experts 8 2 's,pair % m->experts\],pair / m->o.ep],' $EP 2
 
+# Each program lists its options and ends well; each message on options that do not fit names an option.
+options_are_listed_and_named() {
+    for step in 1 2 3 4 5 6 7 8; do
+        "$work/step-$step" --help >"$work/out" 2>"$work/err" && [ ! -s "$work/err" ] || return 1
+        sed -n '/^static const option_row option_rows/,/^};/s/^    {"\(--[a-z0-9-]*\)".*/\1/p' $steps/$step.c \
+            >"$work/rows"
+        sed -n 's/^  \(--[a-z0-9-]*\).*/\1/p' "$work/out" | diff "$work/rows" - && [ -s "$work/rows" ] || return 1
+        sed -n '/^    } rules\[\] = {/,/}};/p' $steps/$step.c | tr -d '\n' | sed 's/},/},\n/g' >"$work/rules"
+        [ "$(wc -l <"$work/rules")" -gt 3 ] && ! grep -v -e '"[^"]*--[a-z]' "$work/rules" | grep '"' || return 1
+    done
+    [ "$("$work/step-8" --help | grep -c PATH)" = 2 ]
+}
+
+check options_are_listed_and_named options_are_listed_and_named
 check each_step_adds_at_most_150_lines each_step_adds_at_most_150_lines
 check pages_are_the_differences pages_are_the_differences
 check the_walk_follows_a_token the_walk_follows_a_token

@@ -504,7 +504,7 @@ in_five() {
 a_run_that_starts_below_saved_iterations_is_refused() {
     small_run --train-iters 5 --save "$work/five" --save-interval 1 || return 1
     up_to='five: holds checkpoints up to iteration 5, but this run would start at iteration'
-    refused "$up_to 0; replace those checkpoints by --overwrite, or choose another --save" \
+    refused "up to iteration 5, but this run begins anew; .*replace them by --overwrite, or choose another --save" \
         in_five --load "$work/five" --finetune && refused "$up_to 2;" in_five --load "$work/five/iter_0000002/" &&
         ln -s "five/iter_0000002" "$work/second" && refused "$up_to 2;" in_five --load "$work/second" &&
         [ "$(cat "$work/five/latest_checkpointed_iteration.txt")" = 5 ] || return 1
@@ -513,6 +513,18 @@ a_run_that_starts_below_saved_iterations_is_refused() {
         [ "$(cat "$work/five/latest_checkpointed_iteration.txt")" = 7 ] || return 1
     in_five --load "$work/five" --finetune --overwrite >"$work/out" 2>"$work/err" &&
         [ "$(cd "$work/five" && echo iter_*)" = iter_0000003 ]
+}
+
+# The option that is wrong is the one that the user gave.
+options_of_the_tokenizer_are_blamed_by_name() {
+    refused '--tokenizer-type ByteLevel has 257 tokens, more than --vocab-size 100; give --vocab-size 257' \
+        "$train" --mock-data --train-iters 1 --vocab-size 100 --tokenizer-type ByteLevel || return 1
+    for program in "$train --mock-data" "$infer --load tests/golden/hf/llama" \
+        "${train%/train}/data/preprocess --encode"; do
+        # shellcheck disable=SC2086
+        refused 'vocab-file and --merge-file are for --tokenizer-type GPT2BPETokenizer; give that' $program \
+            --vocab-file a.json --merge-file b.txt --tokenizer-type SentencePieceTokenizer || return 1
+    done
 }
 
 # The evaluation after the last step comes after the save: its samples are free for a longer run.
@@ -644,6 +656,7 @@ a_bad_trace_is_refused_before_training() {
         [ ! -e "$work/one" ]
 }
 
+check options_of_the_tokenizer_are_blamed_by_name options_of_the_tokenizer_are_blamed_by_name
 check losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json
 check metrics_have_every_key metrics_have_every_key
 check an_upcycled_model_has_the_loss_of_the_dense_one an_upcycled_model_has_the_loss_of_the_dense_one

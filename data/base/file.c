@@ -337,6 +337,12 @@ int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt
     return mt_new_file_open_as(file, path, false, option, error);
 }
 
+void mt_new_file_note(const char *path, const char *option) {
+    struct stat status;
+    if (stat(path, &status) != 0 || !S_ISREG(status.st_mode) || status.st_size == 0) return;
+    fprintf(stderr, "note: %s %s is there already; it will be replaced when the new file is whole\n", option, path);
+}
+
 /* Syncs the folder that a path is in, so that the path's new entry survives a crash. */
 static int mt_file_sync_folder(const char *path, const char *option, mt_error *error) {
     const char *slash = strrchr(path, '/');
@@ -486,6 +492,25 @@ int mt_folder_check_lock(const char *folder, const char *name, const char *optio
     return held ? -1 : 0;
 }
 
+static int mt_note_other(const char *folder, const char *name, void *lock) {
+    (void)folder;
+    return strcmp(name, lock) != 0;
+}
+
+void mt_folder_unlock(const char *folder, const char *name, bool made) {
+    if (mt_folder_visit(folder, mt_note_other, (void *)name) != 0) return;
+    char *path = mt_path_join(folder, name);
+    unlink(path);
+    if (made) rmdir(folder);
+    free(path);
+}
+
+/* False if the holder before has removed the file, so that this lock of it would exclude no one. */
+static bool mt_lock_is_placed(int descriptor, const char *path) {
+    struct stat held, placed;
+    return fstat(descriptor, &held) != 0 || (stat(path, &placed) == 0 && held.st_ino == placed.st_ino);
+}
+
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error) {
     struct flock lock = {.l_type = F_WRLCK}; // from the start of the file to its end
     char host[256] = "", text[300];
@@ -499,6 +524,8 @@ int mt_folder_lock(const char *folder, const char *name, const char *option, mt_
         else
             fprintf(stderr, "warning: %s: cannot be locked: %s; a second run there would not be noticed\n", path,
                     strerror(reason));
+    } else if (status == 0 && !mt_lock_is_placed(descriptor, path)) {
+        status = mt_error_set(error, "%s: another run has just ended there; give the command again", folder);
     } else if (status == 0) { // on a full disk the holder stays unnamed
         gethostname(host, sizeof host - 1);
         int length = snprintf(text, sizeof text, "process %lld on host %s\n", (long long)getpid(), host);

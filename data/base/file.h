@@ -106,6 +106,10 @@ typedef struct mt_new_file {
 /* Opens PATH.tmp-PID, or the path itself where it is a device or a pipe, which no file must replace. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
+/* Before the work: notes on standard error that a file with contents will be replaced by the new one. Until that is
+ * whole it stays, so that an interrupted program loses nothing. `option`: the one that names the path. */
+void mt_new_file_note(const char *path, const char *option);
+
 /* Writes to an open file; does nothing for a file that is not open. */
 int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error);
 
@@ -142,6 +146,10 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
  * file system has no locks, the call warns on standard error and succeeds: a second holder is then not noticed. The
  * file stays, as removing it could leave two holders with a file each. */
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
+
+/* Removes the file of a lock that this process holds, and with `made`, by this process, the folder too: unless the
+ * folder holds anything else. */
+void mt_folder_unlock(const char *folder, const char *name, bool made);
 
 /* An error, as mt_folder_lock's, if another process holds the lock; takes no lock. A process that holds it itself must
  * not call this: closing the file would release the lock. */

@@ -559,7 +559,7 @@ static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char
     }
     if (good && sums->count > 0) return 0;
     mt_checksums_free(sums);
-    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
+    return mt_error_set(error, "%s: damaged: no sums of blocks are in it", path);
 }
 
 int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
@@ -574,10 +574,9 @@ int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
     bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
                 mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
                 sum == mt_crc32c(text, last + 1 - text);
-    int status = !text ? -1
-                 : good
-                     ? mt_checksums_parse(sums, json, path, error)
-                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
+    int status = !text  ? -1
+                 : good ? mt_checksums_parse(sums, json, path, error)
+                        : mt_error_set(error, "%s: damaged: its own checksum does not fit", path);
     json_decref(json);
     free(text);
     free(path);
@@ -586,15 +585,19 @@ int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
 
 int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
     int64_t first = block * MT_SUM_BLOCK;
-    return mt_error_set(error,
-                        "%s/%s: damaged: bytes %lld to %lld differ from the saved ones (CRC-32C); take another "
-                        "checkpoint",
-                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
+    return mt_error_set(error, "%s/%s: damaged: bytes %lld to %lld differ from the saved ones (CRC-32C)", folder, name,
+                        (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
+}
+
+/* True for a file of the optimizer's states. */
+static bool mt_is_optimizer_file(const char *name) {
+    return strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "optimizer-", 10) == 0;
 }
 
 /* A file of the kinds that a checkpoint is read from, without a sum: it came from elsewhere. */
 typedef struct mt_unlisted {
     const mt_checksums *sums;
+    int parts;
     char name[256];
 } mt_unlisted;
 
@@ -611,44 +614,63 @@ static int mt_unlisted_note(const char *folder, const char *name, void *context)
         bool is_data = mt_text_ends_with(name, ".safetensors") || mt_text_ends_with(name, ".safetensors.index.json");
         is_read = is_read || (is_stem && is_data) || strcmp(name, files[i]) == 0;
     }
+    if (mt_is_optimizer_file(name) && !(found->parts & MT_VERIFY_OPTIMIZER)) return 0;
     if (is_read && !mt_checksums_find(found->sums, name)) snprintf(found->name, sizeof found->name, "%s", name);
     return 0;
 }
 
-int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
-    mt_unlisted unlisted = {.sums = sums};
+/* The error of a file without tensors that is not the saved one: people edit some of them. */
+static int mt_text_changed(mt_error *error, const char *folder, const char *name) {
+    bool edited = strcmp(name, "trainer.json") != 0 && !mt_text_ends_with(name, ".index.json") &&
+                  (mt_text_ends_with(name, ".json") || mt_text_ends_with(name, ".jinja"));
+    return mt_error_set(error, "%s/%s: damaged: it differs from the saved file%s", folder, name,
+                        edited ? " (a text edited on purpose counts once checksums.json and trainer.json beside it "
+                                 "are removed)"
+                               : "");
+}
+
+/* Compares an open file of `bytes` bytes with its sums. */
+static int mt_sums_compare(const mt_file_checksums *file, const char *folder, int descriptor, int64_t bytes,
+                           bool has_tensors, bool reads, mt_error *error) {
+    if (bytes != file->bytes && has_tensors)
+        return mt_error_set(error, "%s/%s: damaged: it is %lld bytes long, and %lld were saved", folder, file->name,
+                            (long long)bytes, (long long)file->bytes);
+    if (bytes != file->bytes) return mt_text_changed(error, folder, file->name);
+    char *buffer = reads ? mt_malloc(MT_SUM_BLOCK) : NULL;
+    int status = 0;
+    for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
+        int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+        if (mt_file_read_at(descriptor, buffer, n, first) == 0 && mt_crc32c(buffer, n) == file->sums[block]) continue;
+        status = has_tensors ? mt_checksums_damaged(error, folder, file->name, block, bytes)
+                             : mt_text_changed(error, folder, file->name);
+    }
+    free(buffer);
+    return status;
+}
+
+int mt_checksums_verify(const mt_checksums *sums, const char *folder, int parts, mt_error *error) {
+    mt_unlisted unlisted = {.sums = sums, .parts = parts};
     mt_folder_visit(folder, mt_unlisted_note, &unlisted);
     if (*unlisted.name)
-        return mt_error_set(error,
-                            "%s: damaged: its checksums.json does not list %s, which came from elsewhere; take it "
-                            "away, or take another checkpoint",
+        return mt_error_set(error, "%s: damaged: its checksums.json does not list %s, which came from elsewhere",
                             folder, unlisted.name);
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
     int status = 0;
     for (int64_t i = 0; i < sums->count && status == 0; i++) {
         const mt_file_checksums *file = &sums->files[i];
-        char *path = mt_path_join(folder, file->name);
+        const char *name = file->name;
+        if (mt_is_optimizer_file(name) && !(parts & MT_VERIFY_OPTIMIZER)) continue;
+        bool is_stem = strncmp(name, "model", 5) == 0 || strncmp(name, "optimizer", 9) == 0;
+        bool is_dist = mt_text_ends_with(name, ".distcp");
+        bool has_tensors = is_dist || mt_text_ends_with(name, ".safetensors");
+        bool reads = !has_tensors || !(is_stem || is_dist) || (parts & MT_VERIFY_TENSORS); // others are small
+        char *path = mt_path_join(folder, name);
         int64_t bytes;
         int descriptor = mt_file_open(path, &bytes, error);
-        if (descriptor < 0)
-            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
-                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
-        else if (bytes != file->bytes)
-            status =
-                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
-                             path, (long long)bytes, (long long)file->bytes);
-        bool is_stem = strncmp(file->name, "model", 5) == 0 || strncmp(file->name, "optimizer", 9) == 0;
-        bool has_tensors =
-            (is_stem && mt_text_ends_with(file->name, ".safetensors")) || mt_text_ends_with(file->name, ".distcp");
-        bool reads = whole || !has_tensors;
-        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
-            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-            if (mt_file_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
-                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
-        }
+        status = descriptor >= 0 ? mt_sums_compare(file, folder, descriptor, bytes, has_tensors, reads, error)
+                                 : mt_error_set(error, "%s: damaged: %s was saved, but %s", folder, name,
+                                                mt_folder_has(folder, name) ? "cannot be read" : "is not there");
         if (descriptor >= 0) close(descriptor);
         free(path);
     }
-    free(buffer);
     return status;
 }

@@ -99,14 +99,21 @@ const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char 
 /* The text of checksums.json, to free; it ends with its own checksum. */
 char *mt_checksums_print(const mt_checksums *sums);
 
-/* Reads FOLDER/checksums.json; a folder without one gives no files. A damaged one is an error. */
+/* Reads FOLDER/checksums.json; a folder without one gives no files. A damaged one is an error, without a remedy. */
 int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error);
 
-/* Checks that every file exists and has its size; and the sums of files other than model*.safetensors,
- * optimizer*.safetensors and *.distcp, or with `whole` of all files. */
-int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error);
+/* The parts of a folder that are compared besides the files without tensors, which always are. */
+enum {
+    MT_VERIFY_TENSORS = 1,  // the sums of files of tensors, not their sizes alone
+    MT_VERIFY_OPTIMIZER = 2 // the optimizer's files too; the folder *.distcp keeps them with the weights
+};
 
-/* Sets the error of a block whose sum differs; returns -1. */
+/* Checks that every file exists and has its size and its sum; `parts` adds MT_VERIFY_*. Files of tensors are
+ * model*.safetensors, optimizer*.safetensors and *.distcp. The error names the damage without a remedy, which depends
+ * on the folders beside it: mt_checkpoint_advise. */
+int mt_checksums_verify(const mt_checksums *sums, const char *folder, int parts, mt_error *error);
+
+/* Sets the error of a block whose sum differs, without a remedy; returns -1. */
 int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes);
 
 /* Frees the sums; none are left. */

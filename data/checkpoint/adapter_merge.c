@@ -84,6 +84,7 @@ static int mt_merged_remove(const char *folder, const char *name, void *context)
 
 int mt_adapter_merge(mt_model *m, const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
+    mt_checksums sums = {0};
     int status = 0;
     if (world->rank == 0) status = mt_folder_create(o->merge_adapter, "--merge-adapter", error);
     if (world->rank == 0 && status == 0 && mt_folder_has_weights(o->merge_adapter))
@@ -92,10 +93,12 @@ int mt_adapter_merge(mt_model *m, const mt_run_options *o, const mt_tokenizer *t
     if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_refuse, error);
     if (mt_agree(world, status != 0, error) != 0) return -1;
     mt_model_merge_adapters(m);
-    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, "--merge-adapter", error);
+    status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, "--merge-adapter", &sums, error);
     bool failed = status == 0 && world->rank == 0 &&
-                  mt_model_files_write(o, o->merge_adapter, "--merge-adapter", tokenizer, error) != 0;
+                  (mt_model_files_write(o, o->merge_adapter, "--merge-adapter", tokenizer, error) != 0 ||
+                   mt_checksums_write(&sums, o->merge_adapter, "--merge-adapter", error) != 0);
     if (status == 0) status = mt_agree(world, failed, error);
     if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
+    mt_checksums_free(&sums);
     return status;
 }

@@ -376,7 +376,7 @@ int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_er
     char *path = mt_checkpoint_resolve(folder, error);
     mt_run_options stored = *options; // with the model of the folder
     if (options->stack.moe_use_upcycling) stored.stack = mt_upcycle_dense(options);
-    int status = path ? mt_checkpoint_verify(path, false, error) : -1;
+    int status = path ? 0 : -1;
     if (status == 0 && mt_folder_is_megatron(path)) {
         mt_megatron *checkpoint;
         status = mt_megatron_open(&checkpoint, path, true, error);
@@ -386,7 +386,10 @@ int mt_checkpoint_check(const mt_run_options *options, const char *folder, mt_er
         status = mt_stem_open(&set, path, "model", &stored, error);
         if (status == 0) status = mt_stem_check(set, "model", NULL, &stored, path, error);
         mt_safetensors_close(set);
-        if (status != 0 && mt_checkpoint_verify(path, true, &damage) != 0) *error = damage;
+        if (status != 0 && mt_checkpoint_verify(path, MT_VERIFY_TENSORS, &damage) != 0) {
+            *error = damage;
+            mt_checkpoint_advise(path, error);
+        }
     }
     free(path);
     return status;

@@ -48,17 +48,17 @@ char *mt_iteration_path(const char *folder, int64_t number) {
     return mt_path_join(folder, name);
 }
 
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
+int mt_checkpoint_verify(const char *folder, int parts, mt_error *error) {
     mt_checksums sums;
     if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
+    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, parts, error) : 0;
     bool has_sums = sums.count > 0;
     mt_checksums_free(&sums);
     if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
     char *path = mt_path_join(folder, "trainer.json");
     json_t *json = mt_json_read(path, error);
     if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
+        status = mt_error_set(error, "%s: damaged: %s", json ? folder : path,
                               json ? "its checksums.json is not there" : "it is not JSON");
     json_decref(json);
     free(path);
@@ -136,7 +136,8 @@ static const char *mt_foreign_format(const char *path, bool is_folder) {
     return NULL;
 }
 
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
+/* mt_checkpoint_locate. *lost: the folder of the latest iteration if its config.json is gone, to free. */
+static char *mt_checkpoint_look(const char *folder, char **lost, mt_error *error) {
     struct stat status;
     bool found = stat(folder, &status) == 0;
     if (found && !S_ISDIR(status.st_mode) && mt_foreign_format(folder, false)) {
@@ -158,7 +159,12 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
         mt_iterations found = mt_iterations_list(folder);
         free(found.numbers);
         int64_t newest = found.count > 0 ? mt_checkpoint_whole_before(folder, INT64_MAX, error) : -1;
-        if (found.count > 0) return newest >= 0 ? mt_iteration_path(folder, newest) : NULL;
+        if (newest >= 0) return mt_iteration_path(folder, newest);
+        if (found.count > 0) {
+            const mt_error damage = *error;
+            mt_error_set(error, "%s; no checkpoint beside it is intact: name another folder", damage.text);
+            return NULL;
+        }
         if (mt_link_check(folder, "config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "adapter_config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "latest_checkpointed_iteration.txt", error) != 0) return NULL;
@@ -178,12 +184,24 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     if (iteration < 0) return NULL;
     path = mt_iteration_path(folder, iteration);
     if (mt_folder_has_weights(path)) return path;
+    if (mt_folder_has(path, "checksums.json")) {
+        if (mt_checkpoint_verify(path, 0, error) == 0)
+            mt_error_set(error, "%s: damaged: it has no config.json", path); // nor do its checksums name one
+        *lost = path;
+        return NULL;
+    }
     mt_error_set(error,
                  "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
                  "write the number of a whole iter_NNNNNNN in it",
                  path, (long long)iteration);
     free(path);
     return NULL;
+}
+
+char *mt_checkpoint_locate(const char *folder, mt_error *error) {
+    char *lost = NULL, *path = mt_checkpoint_look(folder, &lost, error);
+    free(lost);
+    return path;
 }
 
 int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
@@ -194,8 +212,8 @@ int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error 
         if (found.numbers[i] >= before) continue;
         char *path = mt_iteration_path(folder, found.numbers[i]);
         if (!mt_folder_has_weights(path) || !mt_folder_has(path, "trainer.json"))
-            mt_error_set(error, "%s: has no config.json or no trainer.json; take another checkpoint", path);
-        else if (mt_checkpoint_verify(path, false, error) == 0)
+            mt_error_set(error, "%s: damaged: it has no config.json or no trainer.json", path);
+        else if (mt_checkpoint_verify(path, MT_VERIFY_OPTIMIZER, error) == 0)
             number = found.numbers[i];
         free(path);
     }
@@ -210,13 +228,51 @@ bool mt_checkpoint_exists(const char *folder) {
            mt_folder_has_weights(folder);
 }
 
+int mt_checkpoint_advise(const char *folder, mt_error *error) {
+    const mt_error damage = *error;
+    mt_error ignored;
+    char *path = realpath(folder, NULL), *name = path ? strrchr(path, '/') : NULL; // the folder may be a link
+    int64_t number = name ? mt_iteration_of(name + 1) : -1;
+    if (number < 0) {
+        free(path);
+        return mt_error_set(error, "%s; copy the folder again from where it was saved", damage.text);
+    }
+    char *typed = mt_strdup(folder);
+    for (size_t n = strlen(typed); n > 1 && typed[n - 1] == '/';) typed[--n] = 0;
+    char *slash = strrchr(typed, '/');
+    bool as_typed = mt_iteration_of(slash ? slash + 1 : typed) >= 0; // then its folder is shown as it was given
+    char *parent = as_typed && slash ? typed : path;
+    *strrchr(parent, '/') = 0;
+    int64_t before = mt_checkpoint_whole_before(parent, number, &ignored);
+    char *whole = mt_iteration_path(parent, before);
+    if (before >= 0)
+        mt_error_set(error, "%s; load %s, the intact checkpoint before it", damage.text, whole);
+    else
+        mt_error_set(error, "%s; no intact checkpoint is before it: copy its files again from a backup, or begin anew",
+                     damage.text);
+    free(whole), free(typed), free(path);
+    return -1;
+}
+
+char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
+    char *damaged = NULL, *path = mt_checkpoint_look(folder, &damaged, error);
+    if (path && mt_checkpoint_verify(path, 0, error) == 0) return path;
+    if (path) damaged = path;
+    if (damaged) mt_checkpoint_advise(damaged, error);
+    free(damaged);
+    return NULL;
+}
+
 char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
     mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
+    char *path = mt_checkpoint_locate(folder, &damage);
+    if (path && mt_checkpoint_verify(path, MT_VERIFY_OPTIMIZER, &damage) == 0) return path;
     int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
+    mt_error cause;
+    int64_t before = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, &cause);
+    if (path && before < 0) mt_checkpoint_advise(path, &damage);
     free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
+    number = before;
     if (number < 0) *error = damage;
     return number < 0 ? NULL : mt_iteration_path(folder, number);
 }

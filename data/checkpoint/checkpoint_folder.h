@@ -11,19 +11,27 @@ extern "C" {
 
 /* The folder that holds config.json, or adapter_config.json: `folder` itself, its latest iter_NNNNNNN, or, without
  * latest_checkpointed_iteration.txt, the newest one that is whole. Returns text to free, or NULL with error. */
+char *mt_checkpoint_locate(const char *folder, mt_error *error);
+
+/* mt_checkpoint_locate; NULL with error also for a checkpoint that is damaged as far as mt_checkpoint_verify sees
+ * without reading tensors and states. Whoever reads its files calls this first, so that one damage has one error. */
 char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 
-/* mt_checkpoint_resolve for a folder of --save: if the latest checkpoint is damaged as far as mt_checkpoint_verify sees
- * without reading tensors, the one before. NULL with the error of the latest if none is whole. */
+/* mt_checkpoint_resolve for a folder of --save, with the optimizer's files: if the latest checkpoint is damaged, the
+ * one before. NULL with the error of the latest if none is whole. */
 char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
 
 /* True when a folder holds a checkpoint, damaged or not. */
 bool mt_checkpoint_exists(const char *folder);
 
-/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: every file exists and has its size; files
- * without tensors, or with `whole` all files, have their sums. Returns 0 also where there is no checksums.json: in a
- * Hugging Face folder, or one of an older version. */
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
+/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json; parts: MT_VERIFY_* of
+ * mt_checksums_verify. Returns 0 also where there is no checksums.json: in a Hugging Face folder, or one of an older
+ * version. The error names the damage without a remedy. */
+int mt_checkpoint_verify(const char *folder, int parts, mt_error *error);
+
+/* Adds the remedy to the error of a damaged checkpoint: the newest one before it that is whole as far as
+ * mt_checkpoint_verify sees without reading tensors. Returns -1. */
+int mt_checkpoint_advise(const char *folder, mt_error *error);
 
 /* "FOLDER/iter_NNNNNNN" to free. */
 char *mt_iteration_path(const char *folder, int64_t number);

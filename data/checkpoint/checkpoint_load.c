@@ -20,10 +20,8 @@ static int mt_run_check(const char *folder, bool has_state, bool has_optimizer, 
     const char *name = strrchr(folder, '/') ? strrchr(folder, '/') + 1 : folder;
     *damaged = !has_state && mt_iteration_of(name) >= 0;
     if (*damaged)
-        return mt_error_set(error,
-                            "%s: damaged: its trainer.json is not there; take another checkpoint, or begin anew from "
-                            "these weights by --finetune",
-                            folder);
+        return mt_error_set(
+            error, "%s: damaged: its trainer.json is not there (--finetune begins anew from its weights)", folder);
     if (!has_state || has_optimizer) return 0;
     return mt_error_set(
         error,
@@ -144,9 +142,11 @@ static int mt_run_load(mt_model *m, const mt_run_options *o, mt_run_state *state
 static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *state, const char *folder,
                           const char *stem, bool own, bool *damaged, mt_error *error) {
     bool is_base = o->stack.lora_rank > 0 && strcmp(stem, "model") == 0;
+    bool continues = mt_model_get_plan(m)->train && !is_base && (own || !(o->finetune || o->no_load_optim));
+    int parts = continues ? MT_VERIFY_OPTIMIZER : 0;
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
-    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
+    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, parts, error) != 0;
     int status = mt_agree(world, *damaged, error);
     if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
     const mt_checksums *checked = sums.count > 0 ? &sums : NULL;
@@ -157,7 +157,7 @@ static int mt_folder_load(mt_model *m, const mt_run_options *o, mt_run_state *st
     if (status == 0 && !is_base) status = mt_run_load(m, o, state, folder, own, checked, damaged, error);
     if (status != 0 && checked) {
         mt_error found;
-        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
+        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, parts | MT_VERIFY_TENSORS, &found) != 0)
             *damaged = true, *error = found;
         mt_broadcast(world, error, sizeof *error, 0);
     }
@@ -180,11 +180,11 @@ static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder
     return number;
 }
 
-/* mt_checkpoint_resolve on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
+/* mt_checkpoint_locate on rank 0, for all ranks: between the calls of two ranks a save could publish another latest.
  * *number: the iteration, or -1 for a folder that is no checkpoint's. */
 static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
                                 mt_error *error) {
-    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
+    char *found = world->rank == 0 ? mt_checkpoint_locate(folder, error) : NULL;
     *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
     *path = NULL;
     bool is_latest = found && strcmp(found, folder) != 0; // not the folder itself
@@ -229,6 +229,10 @@ static int mt_latest_load(mt_model *m, const mt_run_options *o, mt_run_state *st
         *state = (mt_run_state){0};
         mt_optimizer_zero(m);
         status = mt_folder_load(m, o, state, path, stem, own, &damaged, error);
+    }
+    if (status != 0 && damaged && path) {
+        if (world->rank == 0) mt_checkpoint_advise(path, error);
+        mt_broadcast(world, error, sizeof *error, 0);
     }
     if (status == 0 && found)
         *found = path;

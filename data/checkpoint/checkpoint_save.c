@@ -10,6 +10,7 @@
 #include "../base/direct.h"
 #include "../base/file.h"
 #include "../base/watchdog.h"
+#include "../options/option_rules.h"
 #include "../models/special_tokens.h"
 #include "../models/hf_config.h"
 #include "adapter.h"
@@ -684,6 +685,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
     }
     mt_json_set_string(json, "optimizer", mt_optimizer_name(o->stack.optimizer));
     mt_json_set_int(json, "seed", o->stack.seed);
+    mt_json_set_int(json, "data_seed", mt_options_data_seed(o));
     mt_json_set_int(json, "seq_length", o->stack.seq_length);
     mt_json_set_int(json, "sft", o->sft);
     mt_json_set_int(json, "stage", o->stack.stage);
@@ -942,11 +944,23 @@ static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
                             "%s: its latest_checkpointed_iteration.txt names a checkpoint that --save did not write; "
                             "choose another --save, or replace it by --overwrite",
                             o->save);
+    if (latest >= 0 && is_another && o->finetune)
+        return mt_error_set(
+            error,
+            "%s: holds checkpoints up to iteration %lld, and --finetune begins anew; continue their run "
+            "by --auto-resume, replace it by --overwrite, or choose another --save",
+            o->save, (long long)latest);
     if (latest >= 0 && is_another)
         return mt_error_set(error,
                             "%s: holds checkpoints of another run, up to iteration %lld; continue that run by --%s "
                             "%s, replace it by --overwrite, or choose another --save",
                             o->save, (long long)latest, holds_adapters ? "load-adapter" : "load", o->save);
+    if (mt_options_start(o) < latest && !o->overwrite && o->finetune)
+        return mt_error_set(error,
+                            "%s: holds checkpoints up to iteration %lld, but this run begins anew; continue theirs by "
+                            "--auto-resume or by setting --finetune to false, replace them by --overwrite, or choose "
+                            "another --save",
+                            o->save, (long long)latest);
     if (mt_options_start(o) < latest && !o->overwrite)
         return mt_error_set(error,
                             "%s: holds checkpoints up to iteration %lld, but this run would start at iteration %lld; "
@@ -955,11 +969,24 @@ static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+static char *mt_claimed;    // the folder that this process holds
+static bool mt_claimed_new; // and has made
+static pid_t mt_claimed_by;
+
+/* A run that ends before its first checkpoint, as by an error in its data, leaves no lock behind. */
+static void mt_checkpoint_release(void) {
+    if (getpid() == mt_claimed_by) mt_folder_unlock(mt_claimed, ".lock", mt_claimed_new); // not in a child
+}
+
 /* Checks the folder again under the lock: another run may have saved there since, and ended. */
 static int mt_checkpoint_claim_alone(const mt_run_options *o, mt_error *error) {
     if (mt_checkpoint_check_owner(o, error) != 0) return -1;
+    bool is_new = access(o->save, F_OK) != 0;
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
     if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
+    if (!mt_claimed) atexit(mt_checkpoint_release);
+    free(mt_claimed);
+    mt_claimed = mt_strdup(o->save), mt_claimed_new = is_new, mt_claimed_by = getpid();
     return mt_checkpoint_check_owner(o, error);
 }
 
@@ -997,6 +1024,97 @@ static void mt_checkpoint_retain(const mt_run_options *o, const char *folder, in
         if (replaces ? number != latest : !retained) mt_iteration_remove(folder, number);
     }
     free(found.numbers);
+}
+
+/* ---- checksums of a folder */
+
+/* The sums of a folder that are being added to. */
+typedef struct mt_summed {
+    mt_checksums *sums;
+    const char *folder;
+    mt_error *error;
+} mt_summed;
+
+static int mt_sums_add(const char *folder, const char *name, void *context);
+
+/* Adds a file of a folder in the summed folder. */
+static int mt_sums_add_below(const char *folder, const char *name, void *context) {
+    mt_summed *s = context;
+    char *inner = mt_path_join(strrchr(folder, '/') + 1, name);
+    int status = mt_sums_add(s->folder, inner, s);
+    free(inner);
+    return status;
+}
+
+/* Adds a file of the folder that has no sums yet, or those of a folder in it. */
+static int mt_sums_add(const char *folder, const char *name, void *context) {
+    mt_summed *s = context;
+    int64_t bytes;
+    struct stat entry;
+    if (mt_checksums_find(s->sums, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    if (stat(path, &entry) == 0 && S_ISDIR(entry.st_mode)) {
+        int status = mt_folder_visit(path, mt_sums_add_below, s);
+        free(path);
+        return status;
+    }
+    int descriptor = mt_file_open(path, &bytes, s->error);
+    if (descriptor < 0) {
+        free(path);
+        return -1;
+    }
+    mt_file_checksums *file = mt_checksums_append(s->sums, name, bytes);
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
+        n = mt_min(MT_SUM_BLOCK, bytes - first);
+        status = mt_file_read_at(descriptor, buffer, n, first);
+        if (status == 0) mt_checksums_add(file, first, buffer, n);
+    }
+    if (status != 0) mt_file_read_error(s->error, path);
+    mt_checksums_finish(file);
+    free(buffer);
+    free(path);
+    close(descriptor);
+    return status;
+}
+
+static int mt_checksums_compare(const void *a, const void *b) {
+    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
+}
+
+int mt_checksums_write(mt_checksums *sums, const char *folder, const char *option, mt_error *error) {
+    mt_summed summed = {sums, folder, error};
+    int status = mt_folder_visit(folder, mt_sums_add, &summed);
+    if (sums->count > 0) qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
+    char *text = mt_checksums_print(sums);
+    if (status == 0) status = mt_small_file_write(folder, "checksums.json", text, (int64_t)strlen(text), option, error);
+    free(text);
+    return status;
+}
+
+/* Begins the sums of a set's files; on rank 0 with those of the headers, which it writes. */
+static void mt_set_begin_sums(const mt_saved_set *set, bool first, mt_checksums *sums) {
+    for (int64_t k = 0; k < set->num_files; k++) {
+        const mt_saved_file *file = &set->files[k];
+        mt_file_checksums *of_file = mt_checksums_append(sums, file->name, file->bytes);
+        if (first) mt_checksums_add(of_file, 0, file->header, file->header_bytes);
+    }
+}
+
+/* Rank 0 combines its sums with those of all ranks. */
+static void mt_sums_collect(const mt_group *world, mt_checksums *sums) {
+    for (int64_t i = 0; i < sums->count; i++) {
+        mt_file_checksums *file = &sums->files[i];
+        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0);
+        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
+        for (int rank = 1; rank < world->size && theirs; rank++) {
+            mt_receive(world, theirs, file->count * 4, rank);
+            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
+        }
+        free(theirs);
+        mt_checksums_finish(file);
+    }
 }
 
 /* ---- one save of some stems: the plan, host memory, threads */
@@ -1047,11 +1165,7 @@ static void mt_save_close(mt_save *s) {
 /* Begins the sums of all files; rank 0 adds those of the headers, which it writes. */
 static void mt_save_begin_sums(mt_save *s) {
     for (int64_t i = 0; i < s->num_sets; i++)
-        for (int64_t k = 0; k < s->sets[i].num_files; k++) {
-            const mt_saved_file *file = &s->sets[i].files[k];
-            mt_file_checksums *sums = mt_checksums_append(&s->writer.sums, file->name, file->bytes);
-            if (mt_model_grid(s->model)->world.rank == 0) mt_checksums_add(sums, 0, file->header, file->header_bytes);
-        }
+        mt_set_begin_sums(&s->sets[i], mt_model_grid(s->model)->world.rank == 0, &s->writer.sums);
     for (int64_t i = 0; i < s->num_sets; i++)
         for (int64_t k = 0; k < s->sets[i].count; k++) s->sets[i].tensors[k].sum = 0;
 }
@@ -1077,7 +1191,7 @@ static void mt_save_start(mt_save *s, const char *folder) {
 }
 
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               const char *option, mt_error *error) {
+                               const char *option, mt_checksums *sums, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_save s = {0};
     MT_CHECK(strcmp(stem, "optimizer") != 0 || mt_model_get_plan(m)->train);
@@ -1087,6 +1201,11 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     if (status == 0) {
         mt_save_start(&s, folder);
         status = mt_agree(world, mt_writer_wait(&s.writer, error) != 0, error);
+    }
+    if (sums) {
+        mt_sums_collect(world, &s.writer.sums);
+        *sums = s.writer.sums;
+        s.writer.sums = (mt_checksums){0};
     }
     mt_save_close(&s);
     return status;
@@ -1113,7 +1232,7 @@ static int mt_dist_files_write(const mt_saved_set *set, const mt_run_options *o,
 }
 
 /* Writes the archives around the values, whose sums are complete: on rank 0, after all ranks have written. `all`: the
- * sums of the files, or NULL. */
+ * sums of the files. */
 static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, const char *folder, bool syncs,
                                   mt_error *error) {
     mt_output_file out;
@@ -1128,7 +1247,7 @@ static int mt_dist_archives_write(const mt_saved_set *set, mt_checksums *all, co
         if (tensor->file != file) status = mt_output_file_open(&out, path, set->option, 0, error);
         file = tensor->file;
         for (int k = 0; k < 2 && status == 0; k++) {
-            if (all) mt_checksums_add(&all->files[file], at[k], ends[k]->data, ends[k]->count);
+            mt_checksums_add(&all->files[file], at[k], ends[k]->data, ends[k]->count);
             status = mt_output_file_write(&out, at[k], ends[k]->data, ends[k]->count);
             if (status != 0) mt_output_file_close(&out, false, -1);
         }
@@ -1231,73 +1350,6 @@ static void mt_saver_collect_entries(const mt_group *world, mt_saved_set *set) {
     free(sums);
 }
 
-/* Rank 0 combines its sums with those of all ranks. */
-static void mt_saver_collect_sums(mt_saver *s) {
-    const mt_group *world = mt_saver_world(s);
-    mt_checksums *sums = &s->save.writer.sums;
-    for (int64_t i = 0; i < sums->count; i++) {
-        mt_file_checksums *file = &sums->files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0);
-        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
-        for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank);
-            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
-        }
-        free(theirs);
-        mt_checksums_finish(file);
-    }
-    if (s->save.sets[0].dist) mt_saver_collect_entries(world, &s->save.sets[0]);
-}
-
-static int mt_saver_add_sums(const char *folder, const char *name, void *context);
-
-/* Adds a file of a folder in the checkpoint's folder. */
-static int mt_saver_add_sums_below(const char *folder, const char *name, void *context) {
-    mt_saver *s = context;
-    char *inner = mt_path_join(strrchr(folder, '/') + 1, name);
-    int status = mt_saver_add_sums(s->temporary, inner, s);
-    free(inner);
-    return status;
-}
-
-/* Adds a file of the folder that has no sums yet, or those of a folder in it. */
-static int mt_saver_add_sums(const char *folder, const char *name, void *context) {
-    mt_saver *s = context;
-    mt_checksums *sums = &s->save.writer.sums;
-    int64_t bytes;
-    struct stat entry;
-    if (mt_checksums_find(sums, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    if (stat(path, &entry) == 0 && S_ISDIR(entry.st_mode)) {
-        int status = mt_folder_visit(path, mt_saver_add_sums_below, s);
-        free(path);
-        return status;
-    }
-    int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    if (descriptor < 0) {
-        free(path);
-        return -1;
-    }
-    mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
-        n = mt_min(MT_SUM_BLOCK, bytes - first);
-        status = mt_file_read_at(descriptor, buffer, n, first);
-        if (status == 0) mt_checksums_add(file, first, buffer, n);
-    }
-    if (status != 0) mt_file_read_error(&s->work_error, path);
-    mt_checksums_finish(file);
-    free(buffer);
-    free(path);
-    close(descriptor);
-    return status;
-}
-
-static int mt_checksums_compare(const void *a, const void *b) {
-    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
-}
-
 /* Rank 0's thread after all tensors are written: writes the checksums, syncs the folder, renames it, updates the
  * tracker, and removes old checkpoints. */
 static void *mt_saver_publish(void *context) {
@@ -1307,17 +1359,13 @@ static void *mt_saver_publish(void *context) {
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
     int status = s->save.sets[0].dist ? mt_dist_archives_write(&s->save.sets[0], sums, s->temporary, false, error) : 0;
-    if (status == 0) status = mt_folder_visit(s->temporary, mt_saver_add_sums, s);
-    qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
-    char *text = mt_checksums_print(sums);
-    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
+    if (status == 0) status = mt_checksums_write(sums, s->temporary, "--save", error);
     if (status == 0) status = mt_folder_visit(s->temporary, mt_sync_entry, error);
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
     if (status == 0) status = mt_folder_rename(s->temporary, path, error);
     if (status == 0) status = mt_file_sync(s->folder, "--save", error); // the tracker must not reach the disk first
     if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
     if (status == 0) mt_checkpoint_retain(o, s->folder, s->state.iteration, o->overwrite && s->published < 0);
-    free(text);
     free(path);
     return mt_saver_worked(s, status);
 }
@@ -1353,7 +1401,8 @@ static int mt_saver_wait(mt_saver *s, mt_error *error) {
 static int mt_saver_advance(mt_saver *s, mt_error *error) {
     int status = mt_saver_wait(s, error);
     if (status != 0 || s->publishes) return mt_saver_end(s, status);
-    mt_saver_collect_sums(s);
+    mt_sums_collect(mt_saver_world(s), &s->save.writer.sums);
+    if (s->save.sets[0].dist) mt_saver_collect_entries(mt_saver_world(s), &s->save.sets[0]);
     mt_saver_work(s, true, mt_saver_publish);
     return 0;
 }
@@ -1427,13 +1476,14 @@ int mt_checkpoint_save(mt_model *m, const mt_run_options *o, const mt_run_state 
 /* ---- weights without a model */
 
 int mt_saved_write(mt_saved_set *set, const mt_run_options *o, mt_dtype dtype, const char *folder,
-                   mt_tensor_source *source, void *context, mt_error *error) {
+                   mt_tensor_source *source, void *context, mt_checksums *sums, mt_error *error) {
     const mt_run_state state = {0};
-    mt_zip_sums sums;
+    mt_zip_sums entry;
     mt_output_file out = {.descriptor = -1};
     char *path = NULL, *values = NULL;
     int64_t room = 0, open = -1;
-    mt_zip_sums_init(&sums);
+    mt_zip_sums_init(&entry);
+    mt_set_begin_sums(set, true, sums);
     int status = mt_saved_begin(set, folder, true, error);
     for (int64_t i = 0; i < set->count && status == 0; i++) {
         mt_saved_tensor *t = &set->tensors[i];
@@ -1448,12 +1498,14 @@ int mt_saved_write(mt_saved_set *set, const mt_run_options *o, mt_dtype dtype, c
         }
         if (status == 0) status = source(context, t, values, error);
         if (status == 0) status = mt_output_file_write(&out, t->offset, values, t->bytes);
-        if (set->dist) t->sum = mt_zip_sum_lines(&sums, values, t->bytes, 1, t->bytes, 0);
+        if (status == 0) mt_checksums_add(&sums->files[t->file], t->offset, values, t->bytes);
+        if (set->dist) t->sum = mt_zip_sum_lines(&entry, values, t->bytes, 1, t->bytes, 0);
     }
     if (out.descriptor >= 0) status = mt_output_file_close(&out, true, status);
-    if (status == 0 && set->dist) status = mt_dist_archives_write(set, NULL, folder, true, error);
+    if (status == 0 && set->dist) status = mt_dist_archives_write(set, sums, folder, true, error);
     if (status == 0 && set->dist)
         status = mt_dist_files_write(set, o, &mt_grid_of_one, &state, false, dtype, folder, error);
+    for (int64_t i = 0; i < sums->count; i++) mt_checksums_finish(&sums->files[i]);
     free(path), free(values);
     return status;
 }

@@ -63,17 +63,23 @@ void mt_saver_close(mt_saver *saver);
 /* Writes the model's weights (stem "model"), those of its adapters ("adapter_model") or its optimizer state
  * ("optimizer": fp32 master weights of bf16 ones, exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME,
  * exp_avg_sq.NAME) into a folder: whole tensors under Hugging Face names, in files of at most max_shard_bytes unless
- * one tensor is larger, and their index. The folder must exist and hold no such files. */
+ * one tensor is larger, and their index. The folder must exist and hold no such files. `sums` takes those of the files,
+ * to free, complete on rank 0; NULL: not wanted. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               const char *option, mt_error *error);
+                               const char *option, mt_checksums *sums, mt_error *error);
+
+/* Writes checksums.json: `sums`, which has those of the files of tensors, and those of all other files that are in the
+ * folder and in folders of it, which this reads. */
+int mt_checksums_write(mt_checksums *sums, const char *folder, const char *option, mt_error *error);
 
 /* Sets the values of a tensor, [bytes] of its type, which are 0 before; its `params` are those of the plan. */
 typedef int mt_tensor_source(void *context, const mt_saved_tensor *tensor, void *values, mt_error *error);
 
 /* Writes planned weights into an empty folder, tensor by tensor: memory for the largest one is all that it takes. Of a
- * Hugging Face folder the weights and their index, of a folder torch_dist all files. `dtype`: of the weights. */
+ * Hugging Face folder the weights and their index, of a folder torch_dist all files. `dtype`: of the weights. `sums`
+ * takes those of the files of tensors, to free. */
 int mt_saved_write(mt_saved_set *set, const mt_run_options *options, mt_dtype dtype, const char *folder,
-                   mt_tensor_source *source, void *context, mt_error *error);
+                   mt_tensor_source *source, void *context, mt_checksums *sums, mt_error *error);
 
 /* After mt_train_step returned MT_REWIND: loads the last checkpoint of options->save, or else options->load, in place
  * of the steps since, and sets `state` back. Waits for `saver` first (NULL: none): a checkpoint that is still on its

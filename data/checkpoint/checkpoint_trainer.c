@@ -2,6 +2,7 @@
 #include "checkpoint_trainer.h"
 
 #include "../base/file.h"
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "checkpoint_folder.h"
 #include "megatron_folder.h"
@@ -91,7 +92,7 @@ static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const
 
 int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_average *average, const char *path,
                     mt_error *error) {
-    int64_t version, seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stack.stage;
+    int64_t version, seed, data_seed, seq_length, sft = o->sft, packed = o->sequence_packing, stage = o->stack.stage;
     int64_t prompts = o->rollout_batch_size, group = o->num_return_sequences;
     int64_t loader = o->dataloader_type;
     json_t *json = mt_json_read(path, error);
@@ -124,6 +125,9 @@ int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_averag
             status = mt_trainer_int(json, "prompts_fingerprint", INT64_MAX, path, &state->prompts_fingerprint, error);
     }
     if (status == 0) status = mt_trainer_int(json, "seed", INT64_MAX, path, &seed, error);
+    data_seed = status == 0 ? seed : 0; // older files lack it
+    if (status == 0 && json_object_get(json, "data_seed"))
+        status = mt_trainer_int(json, "data_seed", INT64_MAX, path, &data_seed, error);
     if (status == 0) status = mt_trainer_int(json, "seq_length", INT64_MAX, path, &seq_length, error);
     if (status == 0 && json_object_get(json, "sft")) { // older files lack these
         status = mt_trainer_int(json, "sft", 1, path, &sft, error);
@@ -150,6 +154,8 @@ int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_averag
                             (long long)version);
     if (state->iteration == 0) return 0; // converted weights: the order of samples begins here
     if (!o->no_load_rng && mt_trainer_agrees(path, "--seed", seed, o->stack.seed, error) != 0) return -1;
+    int64_t orders = mt_options_data_seed(o);
+    if (!o->no_load_rng && mt_trainer_agrees(path, "--data-seed", data_seed, orders, error) != 0) return -1;
     if (stage != (int64_t)o->stack.stage && (stage > MT_STAGE_SFT || o->stack.stage > MT_STAGE_SFT))
         return mt_error_set(error, "%s: the run was begun with another --stage; give that, or begin anew by --finetune",
                             path);

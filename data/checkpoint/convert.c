@@ -127,15 +127,24 @@ static mt_dtype mt_converted_dtype(const mt_converted *c, const mt_param *rows, 
     return all == MT_NUM_DTYPES ? MT_F32 : all;
 }
 
-/* Opens the weights; they are checked against the model, and the files against their sums. */
+/* Opens the weights; they are checked against the model, and their files against the sums: those of the archives'
+ * entries for a folder of Megatron-LM, whose files have the optimizer's state too. */
 static int mt_converted_open(mt_converted *c, const mt_run_options *o, mt_error *error) {
+    mt_error damage;
     *c = (mt_converted){.options = o, .folder = mt_checkpoint_resolve(o->load, error)};
-    if (!c->folder || mt_checkpoint_verify(c->folder, true, error) != 0) return -1;
-    if (mt_folder_is_megatron(c->folder)) {
-        if (mt_megatron_open(&c->megatron, c->folder, true, error) != 0) return -1;
-        if (mt_megatron_check(c->megatron, true, &o->stack, c->folder, error) != 0) return -1;
-        return mt_megatron_verify(c->megatron, 0, 1, error);
+    if (!c->folder) return -1;
+    int status = 0;
+    bool compares = !mt_folder_is_megatron(c->folder);
+    if (!compares) {
+        status = mt_megatron_open(&c->megatron, c->folder, true, error);
+        if (status == 0) status = mt_megatron_check(c->megatron, true, &o->stack, c->folder, error);
+        if (status == 0) status = mt_megatron_verify(c->megatron, 0, 1, error);
     }
+    if ((compares || status != 0) && mt_checkpoint_verify(c->folder, MT_VERIFY_TENSORS, &damage) != 0) {
+        *error = damage;
+        return mt_checkpoint_advise(c->folder, error);
+    }
+    if (!compares) return status;
     if (mt_stem_open(&c->set, c->folder, "model", o, error) != 0) return -1;
     return mt_stem_check(c->set, "model", NULL, o, c->folder, error);
 }
@@ -163,6 +172,7 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
     bool dist = o->ckpt_format == MT_CHECKPOINT_TORCH_DIST;
     mt_converted c;
     mt_saved_set set = {0};
+    mt_checksums sums = {0};
     mt_param *rows = NULL;
     mt_run_options written = *o; // as the weights are stored
     char *folder = dist ? mt_path_join(o->convert, release) : mt_strdup(o->convert);
@@ -183,9 +193,10 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
         written.stack.bf16 = dtype == MT_BF16, written.stack.fp16 = dtype == MT_F16;
         mt_saved_plan_weights(&set, rows, count, o, dtype, 5000000000, "--convert");
         mt_converted_release(&c);
-        status = mt_saved_write(&set, &written, dtype, folder, mt_converted_fill, &c, error);
+        status = mt_saved_write(&set, &written, dtype, folder, mt_converted_fill, &c, &sums, error);
     }
     if (status == 0) status = mt_model_files_write(&written, folder, "--convert", tokenizer, error);
+    if (status == 0) status = mt_checksums_write(&sums, folder, "--convert", error);
     if (status == 0) status = mt_file_sync(folder, "--convert", error); // the tracker must not reach the disk first
     if (status == 0 && dist) {
         char *tracker = mt_path_join(o->convert, "latest_checkpointed_iteration.txt");
@@ -196,6 +207,7 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
         mt_folder_visit(folder, mt_convert_remove, NULL);
         if (dist) rmdir(folder);
     }
+    mt_checksums_free(&sums);
     mt_saved_free(&set);
     mt_converted_close(&c);
     free(rows), free(folder);

@@ -23,7 +23,7 @@ static void mt_options_take_run(mt_run_options *o, const char *folder) {
     static const struct {
         const char *key;
         size_t offset;
-    } rows[] = {{"seed", MT_AT(stack.seed)}, {"seq_length", MT_AT(stack.seq_length)}};
+    } rows[] = {{"seed", MT_AT(stack.seed)}, {"data_seed", MT_AT(data_seed)}, {"seq_length", MT_AT(stack.seq_length)}};
     char *path = mt_path_join(folder, "trainer.json");
     mt_error ignored;
     json_t *json = mt_json_read(path, &ignored);

@@ -416,7 +416,8 @@ static int check_config(const mt_data_config *config, mt_error *error) {
     if (config->seq_length < 1 || config->vocab_size < 1)
         return mt_error_set(error, "--seq-length and the vocabulary size must be at least 1");
     if (config->seed < 0 || config->seed > UINT32_MAX)
-        return mt_error_set(error, "--seed %lld: must be in [0, 4294967295], the range of NumPy's seeds",
+        return mt_error_set(error, "%s %lld: must be in [0, 4294967295], the range of NumPy's seeds",
+                            config->options && config->options->data_seed >= 0 ? "--data-seed" : "--seed",
                             (long long)config->seed);
     return 0;
 }
@@ -447,7 +448,7 @@ mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
                              .mock_data = o->mock_data,
                              .tokens_file = o->tokens_file,
                              .seq_length = mt_row_length(&o->stack),
-                             .seed = o->stack.seed,
+                             .seed = mt_options_data_seed(o),
                              .vocab_size = o->stack.vocab_size,
                              .eod_id = eod_id,
                              .reset_position_ids = o->reset_position_ids,

@@ -28,13 +28,15 @@ static int64_t load_i64(const uint8_t *array, int64_t index) {
     return value;
 }
 
+/* Of an index that is not as its writer left it. */
+#define REMEDY "the file is damaged or cut short: copy it again, or make it again with data/preprocess"
+
 /* Megatron's token type codes. */
 static int dtype_from_code(mt_dtype *dtype, int code, const char *path, mt_error *error) {
     static const mt_dtype dtypes[] = {
         [1] = MT_U8, [2] = MT_I8, [3] = MT_I16, [4] = MT_I32, [5] = MT_I64, [6] = MT_F64, [7] = MT_F32, [8] = MT_U16};
     if (code < 1 || code > 8)
-        return mt_error_set(error, "%s: token type %d is unknown (1 to 8 are defined); the file is damaged", path,
-                            code);
+        return mt_error_set(error, "%s: token type %d is unknown (1 to 8 are defined); " REMEDY, path, code);
     if (code == 6 || code == 7)
         return mt_error_set(error, "%s: holds floating-point numbers, not tokens; prepare it with data/preprocess",
                             path);
@@ -60,13 +62,13 @@ static int check_sequences(mt_indexed_index *index, int64_t bin_size, const char
     for (int64_t i = 0; i < index->num_sequences; i++) {
         int64_t length = load_i32(index->lengths, i), offset = load_i64(index->offsets, i);
         if (length < 0)
-            return mt_error_set(error, "%s: sequence %lld has a negative length (%lld); the file is damaged", path,
-                                (long long)i, (long long)length);
+            return mt_error_set(error, "%s: sequence %lld has a negative length (%lld); " REMEDY, path, (long long)i,
+                                (long long)length);
         if (offset < 0 || offset > bin_size || length * item > bin_size - offset)
             return mt_error_set(
                 error,
                 "%s: sequence %lld (%lld tokens at byte %lld) lies outside the .bin file of %lld bytes; "
-                "the two files do not belong together or one is cut short",
+                "the .bin is cut short or of another .idx: copy both again, or make them again with data/preprocess",
                 path, (long long)i, (long long)length, (long long)offset, (long long)bin_size);
         if (offset % item != 0 && misaligned < 0) misaligned = i;
         index->gaps += offset > previous;
@@ -77,9 +79,8 @@ static int check_sequences(mt_indexed_index *index, int64_t bin_size, const char
     }
     index->trailing = bin_size - last;
     if (misaligned < 0) return 0;
-    return mt_error_set(error,
-                        "%s: sequence %lld begins at byte %lld, inside of a token of %lld bytes; the file is damaged",
-                        path, (long long)misaligned, (long long)load_i64(index->offsets, misaligned), (long long)item);
+    return mt_error_set(error, "%s: sequence %lld begins at byte %lld, inside of a token of %lld bytes; " REMEDY, path,
+                        (long long)misaligned, (long long)load_i64(index->offsets, misaligned), (long long)item);
 }
 
 static int check_documents(const mt_indexed_index *index, const char *path, mt_error *error) {
@@ -89,12 +90,12 @@ static int check_documents(const mt_indexed_index *index, const char *path, mt_e
         if (entry < previous || entry > index->num_sequences || (d == 0 && entry != 0))
             return mt_error_set(error,
                                 "%s: entry %lld of the document index is %lld, but entries ascend from 0 to the %lld "
-                                "sequences; the file is damaged",
+                                "sequences; " REMEDY,
                                 path, (long long)d, (long long)entry, (long long)index->num_sequences);
         previous = entry;
     }
     if (previous != index->num_sequences)
-        return mt_error_set(error, "%s: the document index ends at sequence %lld of %lld; the file is damaged", path,
+        return mt_error_set(error, "%s: the document index ends at sequence %lld of %lld; " REMEDY, path,
                             (long long)previous, (long long)index->num_sequences);
     return 0;
 }
@@ -124,9 +125,7 @@ static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t 
     uint64_t taken = possible ? sequences * 12 + entries * 8 : 0;
     if (!possible || (taken != room && taken + sequences != room))
         return mt_error_set(
-            error,
-            "%s: %lld bytes cannot hold the %llu sequences and %llu document entries of its header; the "
-            "file is damaged",
+            error, "%s: its %lld bytes cannot hold the %llu sequences and %llu document entries of its header; " REMEDY,
             path, (long long)size, (unsigned long long)sequences, (unsigned long long)entries);
     index->num_sequences = (int64_t)sequences;
     index->num_documents = (int64_t)entries - 1;
@@ -140,7 +139,10 @@ int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t s
                            mt_error *error) {
     const uint8_t *header = bytes;
     *index = (mt_indexed_index){0};
-    if (size < INDEX_HEADER_BYTES || memcmp(header, INDEX_MAGIC, INDEX_MAGIC_BYTES) != 0)
+    if (size < INDEX_HEADER_BYTES)
+        return mt_error_set(error, "%s: its %lld bytes are less than an index begins with; " REMEDY, path,
+                            (long long)size);
+    if (memcmp(header, INDEX_MAGIC, INDEX_MAGIC_BYTES) != 0)
         return mt_error_set(error,
                             "%s: is not a Megatron index (it must begin with MMIDIDX); prepare the data with "
                             "data/preprocess",

@@ -91,8 +91,8 @@ static const option options[] = {
     {"--output-prefix", "P", OPTION_WORD, offsetof(settings, output_prefix),
      "write P_KEY_document.bin and .idx (P_text_document for X.txt)"},
     {"--tokenizer-type", "TYPE", OPTION_WORD, offsetof(settings, tokenizer_type),
-     "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, ByteLevel, or\n"
-     "Llama2Tokenizer: SentencePiece that begins every document with BOS"},
+     "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, TikTokenizer,\n"
+     "ByteLevel, or Llama2Tokenizer: SentencePiece that begins every document with BOS"},
     {"--tokenizer-model", "PATH", OPTION_WORD, offsetof(settings, tokenizer_model),
      "tokenizer.json, X.model, their folder, or ORG/NAME in the cache of Hugging Face\n"
      "(not for ByteLevel)"},
@@ -131,7 +131,7 @@ static void print_help(void) {
     }
     printf("\nA document with empty text becomes a document without tokens, except BOS if texts begin with it. The "
            "output\n"
-           "files appear only when all of them are complete.\n");
+           "files appear only when all of them are complete; until then files that they replace stay.\n");
 }
 
 static int unknown_option(const char *word, mt_error *error) {
@@ -241,17 +241,19 @@ static mt_tokenizer_type type_of(const settings *s) {
                         : (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
 }
 
+#define TOKENIZERS                                                                                                     \
+    "HuggingFaceTokenizer, SentencePieceTokenizer, Llama2Tokenizer, GPT2BPETokenizer, TikTokenizer or ByteLevel"
+
 static int check_settings(settings *s, mt_error *error) {
-    if (!s->tokenizer_type)
-        return mt_error_set(error, "--tokenizer-type: is needed; give HuggingFaceTokenizer, SentencePieceTokenizer, "
-                                   "GPT2BPETokenizer or ByteLevel");
+    if (!s->tokenizer_type) return mt_error_set(error, "--tokenizer-type: is needed; give " TOKENIZERS);
     if (!is_llama2(s) && mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type) <= MT_TOKENIZER_AUTO)
-        return mt_error_set(error,
-                            "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
-                            "Llama2Tokenizer, GPT2BPETokenizer or ByteLevel",
-                            s->tokenizer_type);
+        return mt_error_set(error, "--tokenizer-type %s: unknown; give " TOKENIZERS, s->tokenizer_type);
     if (!s->vocab_file != !s->merge_file)
         return mt_error_set(error, "--vocab-file and --merge-file: give both or neither");
+    if (s->vocab_file && type_of(s) != MT_TOKENIZER_GPT2_BPE)
+        return mt_error_set(error,
+                            "--vocab-file and --merge-file are for --tokenizer-type GPT2BPETokenizer; give that, "
+                            "or name the tokenizer by --tokenizer-model");
     if (s->vocab_file && s->tokenizer_model)
         return mt_error_set(error, "--vocab-file and --tokenizer-model: give one or the other");
     if (s->encode + s->decode + (s->input != NULL) != 1)
@@ -467,7 +469,8 @@ static int reader_open(reader *r, const settings *s, mt_error *error) {
     struct stat status;
     *r = (reader){.path = s->input, .format = s->format, .line = 1};
     r->descriptor = open(s->input, O_RDONLY | O_CLOEXEC);
-    if (r->descriptor < 0) return mt_error_set(error, "%s: cannot be opened: %s", s->input, strerror(errno));
+    if (r->descriptor < 0)
+        return mt_error_set(error, "--input %s: cannot be opened: %s; check the path", s->input, strerror(errno));
     MT_CHECK(fstat(r->descriptor, &status) == 0);
     if (S_ISREG(status.st_mode)) r->file_bytes = status.st_size;
     if (S_ISREG(status.st_mode) || S_ISFIFO(status.st_mode)) return 0;
@@ -747,6 +750,12 @@ static int open_writers(job *j, mt_error *error) {
             num_temporary_files++;
         }
         int result = mt_indexed_writer_open(&j->writers[key], prefix, dtype, error);
+        for (int i = 0; i < 2 && result == 0; i++) {
+            char *name = mt_malloc((int64_t)strlen(prefix) + 8);
+            sprintf(name, "%s.%s", prefix, i == 0 ? "bin" : "idx");
+            mt_new_file_note(name, "--output-prefix");
+            free(name);
+        }
         free(prefix);
         if (result != 0) return -1;
     }

@@ -16,6 +16,7 @@
 #include "../tokens/prompts.h"
 #include "../tokens/response.h"
 #include "../models/special_tokens.h"
+#include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../models/generate.h"
 #include "../models/model_role.h"
@@ -189,7 +190,7 @@ static char *saved_critic(const mt_rl *rl, int64_t iteration) {
 static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_error *error) {
     char *path = saved_critic(rl, iteration);
     bool exists = mt_folder_has_weights(path);
-    int status = mt_checkpoint_verify(path, whole, error);
+    int status = mt_checkpoint_verify(path, MT_VERIFY_OPTIMIZER | (whole ? MT_VERIFY_TENSORS : 0), error);
     if (!exists)
         status = mt_error_set(error, "%s: the critic that was saved with iteration %lld is not there", path,
                               (long long)iteration);
@@ -604,10 +605,10 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
     if (o->prompt_shares.count > 0)
-        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts, o->stack.seed,
-                                position, prompts, order);
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
+                                mt_options_data_seed(o), position, prompts, order);
     else
-        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, o->stack.seed, position, prompts, order);
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
@@ -792,7 +793,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
     if (mt_model_role_is_apart(role)) batch = &role->batch;
     int status = mt_model_role_use(role, MT_USE_TRAINING, error);
     for (int64_t i = 0; i < steps && status == 0; i++) {
-        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, o->stack.seed, state->iteration,
+        int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, mt_options_data_seed(o), state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
         mt_run_state inner = *state;
         inner.optimizer_step = *optimizer_step, inner.loss_scaler = *loss_scaler;

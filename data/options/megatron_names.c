@@ -52,7 +52,6 @@ static const struct {
     {"yarn-original-max-position-embeddings", "original-max-position-embeddings"},
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
-    {"data-seed", "seed"}, // of the order of samples, which has no seed of its own here
     {"eval-steps", "eval-interval", NULL, "false="},
     {"learning-rate", "lr"},
     {"logging-steps", "log-interval"},

@@ -435,6 +435,10 @@ void mt_options_take_vocabulary(mt_run_options *o) {
 int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *o, mt_error *error) {
     mt_tiktoken_settings settings = {o->tiktoken_pattern, o->tiktoken_num_special_tokens, 131072}; // as in Megatron-LM
     if (MT_GIVEN(o, stack.vocab_size)) settings.vocab_size = o->stack.vocab_size;
+    if (o->vocab_file && o->merge_file && o->tokenizer_type != MT_TOKENIZER_GPT2_BPE)
+        return mt_error_set(error,
+                            "--vocab-file and --merge-file are for --tokenizer-type GPT2BPETokenizer; give that, "
+                            "or name the tokenizer by --tokenizer-model");
     if (o->tokenizer_type != MT_TOKENIZER_TIKTOKEN)
         return mt_tokenizer_open(out, o->tokenizer_type, o->tokenizer_model, error);
     return mt_tokenizer_open_tiktoken(out, o->tokenizer_model, &settings, error);

@@ -298,6 +298,26 @@ static int mt_setting_check_section(mt_option_reader *reader, const mt_setting *
     return status;
 }
 
+/* A name that sets an option unless that is given: an error if another such name has set it to another value. */
+static int mt_setting_check_weak(const mt_run_options *o, const mt_setting *setting, const char *where,
+                                 mt_error *error) {
+    const mt_option *row = setting->row;
+    const mt_strings *typed = &o->typed_names;
+    const char *other = NULL, *value = setting->megatron.value + 1;
+    for (int64_t i = 0; i < typed->count; i += 2)
+        if (strcmp(typed->items[i], row->name) == 0) other = strstr(typed->items[i + 1], " (by ");
+    if (!other || row->type != MT_CHOICE) return 0;
+    other += strlen(" (by ");
+    int length = (int)strlen(other) - 1;                                        // without the parenthesis
+    const char *blank = strrchr(other, ' '), *name = blank ? blank + 1 : other; // behind a file's place
+    if (strncmp(name, "--", 2) == 0) name += 2;
+    const char *first = mt_setting_find(name, (size_t)(other + length - name)).megatron.value;
+    bool differs = (int)*mt_option_choice(o, row) != mt_choice_index(row->values, value);
+    if (!first || *first != '?' || !differs) return 0;
+    return mt_error_set(error, "%s and %.*s exclude each other: they ask for two values of one option; leave one out",
+                        where, length, other);
+}
+
 int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const char *text, const char *where,
                    mt_error *error) {
     const mt_option *row = setting->row;
@@ -324,7 +344,9 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
         return 0;
     }
     bool negates = value && *value == '!', weak = value && *value == '?';
-    if (value && !negates && (!is_true || (weak && mt_options_gave(reader->options, row->offset)))) return 0;
+    if (value && !negates && !is_true) return 0;
+    if (weak && mt_options_gave(reader->options, row->offset))
+        return mt_setting_check_weak(reader->options, setting, where, error);
     mt_options_note_name(reader->options, row, where, value != NULL);
     if (row->type == MT_LIST && strcmp(row->values, MT_PREFIXES) == 0)
         return mt_option_add_paths(reader->options, row, text, where, error);

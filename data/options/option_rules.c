@@ -43,6 +43,10 @@ bool mt_options_converts(const mt_run_options *o) {
            o->save;
 }
 
+int64_t mt_options_data_seed(const mt_run_options *o) {
+    return o->data_seed >= 0 ? o->data_seed : o->stack.seed;
+}
+
 void mt_options_derive_sizes(mt_run_options *o) {
     bool gated = mt_activation_rows[mt_options_activation(&o->stack)].gated;
     if (o->stack.ffn_hidden_size == 0)
@@ -855,7 +859,12 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     if (mt_options_derive_length(o, error) != 0) return -1;
     if ((o->stack.train_iters > 0) == (o->stack.train_samples > 0))
-        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
+        return o->stack.train_iters > 0
+                   ? mt_error_set(error, "--train-iters and --train-samples exclude each other; leave one out")
+               : MT_GIVEN(o, stack.train_iters)
+                   ? mt_error_set(error, "--train-iters 0 leaves no step; say how long to train, or give --load and "
+                                         "--save too: then it converts the checkpoint")
+                   : mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
     o->stack.num_iterations = mt_options_count_iterations(o);
     if (o->stack.num_iterations == 0)
         return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
@@ -880,9 +889,10 @@ static int mt_options_derive_schedules(mt_run_options *o, mt_error *error) {
                             o->stack.lr_warmup_fraction, d.warmup,
                             o->stack.train_samples > 0 ? "samples" : "iters x the batch", given);
     const char *unit = o->stack.train_samples > 0 ? "samples" : "iters";
+    double each = o->stack.train_samples > 0 ? 1 : (double)o->stack.global_batch_size;
     if (d.warmup >= d.decay)
-        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (default: --train-%s)", unit, unit,
-                            unit);
+        return mt_error_set(error, "--lr-warmup-%s %.10g must be less than --lr-decay-%s %.10g (default: --train-%s)",
+                            unit, d.warmup / each, unit, d.decay / each, unit);
     if (wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
     return mt_options_derive_weight_decay(o, error);

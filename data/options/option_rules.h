@@ -59,6 +59,9 @@ int64_t mt_global_batch_size(const mt_run_options *options, int64_t consumed_sam
 
 /* True if the user gave the option whose field begins at `offset`. */
 bool mt_options_gave(const mt_run_options *options, size_t offset);
+
+/* The seed of the order of samples or prompts, and of synthetic data: --data-seed, or else --seed. */
+int64_t mt_options_data_seed(const mt_run_options *options);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_run_options, field))
 
 #ifdef __cplusplus

@@ -139,7 +139,12 @@ static int mt_given_compare(mt_taken_list *list, mt_run_options *options, const 
 static int mt_refuse_word(const mt_given *given, const mt_setting *setting, const char *word, mt_error *error) {
     if (*given->position)
         return mt_error_set(error, "%s expects %s, got '%.100s'", given->where, mt_setting_metavar(setting), word);
-    return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", word);
+    bool is_flag = setting && mt_setting_is_flag(setting);
+    return mt_error_set(error, "unexpected argument '%.100s'%s%s%s; options begin with -- (--help lists them)", word,
+                        setting ? " after " : "", setting ? given->where : "",
+                        !setting  ? ""
+                        : is_flag ? ", which takes true, false or nothing"
+                                  : ", which takes one value");
 }
 
 /* Zeros and ones, one for each layer, as the text "[0,1,1]". */

@@ -785,6 +785,11 @@ const mt_option mt_option_table[] = {
      .needs = "train-data-path"},
     {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "train on synthetic tokens",
      .excludes = "tokens-file"},
+    {"data-seed", MT_INT, MT_AT(data_seed), MT_TRAIN, MT_OF_RUN, "-1", "[-1,4294967295]",
+     "seed of the order of samples or prompts, and of synthetic tokens; weights, dropout and responses keep --seed; "
+     "-1: "
+     "--seed",
+     .own = true},
     {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "int32 [iterations, global batch, seq + 1], read in order",
      .excludes = "reset-position-ids, reset-attention-mask, eod-mask-loss, dataloader-type", .own = true},

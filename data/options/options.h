@@ -78,6 +78,7 @@ typedef struct mt_run_options {
     mt_tiktoken_pattern tiktoken_pattern;
     int64_t tiktoken_num_special_tokens;
     mt_dataloader_type dataloader_type;
+    int64_t data_seed; // -1: the stack's seed; see mt_options_data_seed
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* fine-tuning: samples of any length */
     bool sft, sequence_packing, variable_seq_lengths;

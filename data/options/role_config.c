@@ -552,15 +552,6 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     } else if (row->kind == MT_KEY_STEPS) {
         double share = strtod(first, NULL);
         if (share > 0 && share < 1) mt_string_set(&entry->option, mt_share_option(row->text));
-    } else if (row->kind == MT_KEY_DATA_SEED) {
-        char *text = sibling_text(r, mapping, "seed");
-        if (!text) text = sibling_text(r, r->yaml->root, "seed");
-        bool differs = text && strcmp(text, first) != 0;
-        if (text) entry->kind = differs ? MT_ENTRY_REFUSED : MT_ENTRY_FIXED;
-        if (text)
-            mt_string_set(&entry->text,
-                          differs ? "is not the file's seed: one seed is for all here" : "the seed itself");
-        free(text);
     } else if (row->kind == MT_KEY_OPTION) {
         const mt_option *option = mt_option_find(row->text, strlen(row->text));
         if (option && option->type == MT_STRING) expand_home(entry);

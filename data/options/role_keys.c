@@ -351,7 +351,7 @@ static const mt_role_key keys[] = {
     {"training_args", "optim", MT_KEY_OPTION, "optimizer",
      "adamw=adam|adamw_torch=adam|adamw_torch_fused=adam|adamw_hf=adam|"
      "sgd=!transformers' SGD has no momentum: take optimizer sgd and sgd_momentum 0"},
-    {"training_args", "data_seed", MT_KEY_DATA_SEED, "seed"},
+    {"training_args", "data_seed", MT_KEY_OPTION, "data-seed"},
     {"training_args", "fsdp_config", MT_KEY_UNUSED, "fsdp, which is off"},
     {"training_args", "accelerator_config", MT_KEY_ADDITIONAL, "accelerator"},
     {"accelerator", "split_batches dispatch_batches non_blocking use_configured_state", MT_KEY_FIXED, TRANSFORMERS,

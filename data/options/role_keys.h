@@ -27,7 +27,6 @@ typedef enum mt_role_key_kind {
     MT_KEY_JSON,        // a section that is the option's text, in JSON
     MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
     MT_KEY_STEPS,       // steps; as a share of all steps, below 1, the option of mt_share_option
-    MT_KEY_DATA_SEED,   // must be the file's `seed`, if there is one
     MT_KEY_ADDITIONAL,  // MT_KEY_SECTION, or the path of a JSON file with its keys
     MT_KEY_DOMAINS,     // shares of the domains of `rewards`, with their tags; one share is all
     MT_KEY_SHARES,      // shares of domains or files: refused unless there is one

@@ -729,8 +729,7 @@ static void print_crossing(const mt_grid_shape *shape, mt_group_kind kind, int w
         snprintf(advice, sizeof advice, "take a --%s that divides the ranks of each host", name);
     fprintf(file,
             "%d of %d %stensor groups of %lld ranks cross hosts, such as ranks %s: their messages, the most of all, go "
-            "over "
-            "the network; %s\n",
+            "over the network; %s\n",
             crossing, groups, of_experts ? "expert-" : "", (long long)size, text, advice);
 }
 

@@ -91,6 +91,7 @@ int mt_trace_open(const mt_run_options *options, const mt_grid *grid, const mt_r
     int status = grid->world.rank == 0 ? mt_new_file_open(&file, options->trace, "--trace", error) : 0;
     mt_error ignored;
     mt_new_file_close(&file, -1, &ignored); // removes it: only a test
+    if (grid->world.rank == 0 && status == 0) mt_new_file_note(options->trace, "--trace");
     if (mt_agree(&grid->world, status != 0, error) != 0) return -1;
     double offset = mt_clock_offset(&grid->world, mt_time);
     trace.path = options->trace;

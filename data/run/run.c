@@ -60,20 +60,28 @@ void mt_run_check(mt_run *r, int status, mt_error *error) {
  * with the checkpoints all the same; damaged files are an error. */
 static int take_tokenizer(mt_run *r, char *folder, mt_error *error) {
     mt_error why;
-    bool saves = r->options.save && r->grid.world.rank == 0;
     mt_tokenizer_close(r->tokenizer), mt_tokenizer_close(r->kept);
     r->tokenizer = r->kept = NULL;
+    r->kept_note.text[0] = 0;
     free(r->tokenizer_folder);
     r->tokenizer_folder = folder;
     if (mt_tokenizer_open_folder(&r->tokenizer, folder, &why) == 0) return 0;
     r->tokenizer = NULL;
     if (!mt_folder_has_tokenizer(folder)) {
-        if (saves) printf("no tokenizer is taken along: %s\n", why.text);
+        mt_error_set(&r->kept_note,
+                     "note: %s has no tokenizer, so the checkpoints of this run have none; infer then needs "
+                     "--tokenizer-type and --tokenizer-model",
+                     folder);
         return 0;
     }
     if (mt_tokenizer_keep_folder(&r->kept, folder, error) != 0) return -1;
-    if (saves) printf("the tokenizer is taken along as it is, but cannot be used here: %s\n", why.text);
+    mt_error_set(&r->kept_note, "note: the tokenizer is taken along as it is, but cannot be used here: %.3000s",
+                 why.text);
     return r->options.save ? mt_tokenizer_check_links(r->kept, error) : 0;
+}
+
+static void print_kept_note(const mt_run *r) {
+    if (r->options.save && r->grid.world.rank == 0 && r->kept_note.text[0]) printf("%s\n", r->kept_note.text);
 }
 
 /* The tokenizer gives the vocabulary's size and the end of document, unless options do. A loaded model's tokenizer is
@@ -92,9 +100,15 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->stack.vocab_size == 0) o->stack.vocab_size = vocab_size;
     if (!o->tokenizer_type || o->stack.vocab_size >= vocab_size) return 0;
-    return mt_error_set(
-        error, "--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
-        (long long)vocab_size, (long long)o->stack.vocab_size);
+    const char *tokenizer =
+        o->tokenizer_model ? "--tokenizer-model" : "--tokenizer-type ByteLevel"; // the one type without files
+    if (MT_GIVEN(o, stack.vocab_size))
+        return mt_error_set(error,
+                            "%s has %lld tokens, more than --vocab-size %lld; give --vocab-size %lld or leave it out",
+                            tokenizer, (long long)vocab_size, (long long)o->stack.vocab_size, (long long)vocab_size);
+    return mt_error_set(error,
+                        "%s has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
+                        tokenizer, (long long)vocab_size, (long long)o->stack.vocab_size);
 }
 
 /* Every rank must have the same tokenizer, or none. */
@@ -216,7 +230,9 @@ static void load(mt_run *r) {
         free(found);
         return;
     }
+    bool noted = r->kept_note.text[0]; // by the opening
     status = take_tokenizer(r, found, &error);
+    if (status == 0 && !noted) print_kept_note(r);
     if (status == 0 && r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
         status = mt_error_set(
             &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
@@ -226,7 +242,13 @@ static void load(mt_run *r) {
 static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const mt_run *r = context;
     const mt_tokenizer *saved = r->tokenizer ? r->tokenizer : r->kept;
-    return saved ? mt_tokenizer_save(saved, folder, error) : 0;
+    if (!saved) return 0;
+    int status = mt_tokenizer_save(saved, folder, error);
+    if (status != 0 || !r->chat_program || mt_folder_has(folder, "chat_template.jinja")) return status;
+    char *path = mt_path_join(folder, "chat_template.jinja");
+    status = mt_file_write(path, r->chat_program, (int64_t)strlen(r->chat_program), "--save", error);
+    free(path);
+    return status;
 }
 
 static mt_rl_config rl_config_of(mt_run *r) {
@@ -254,6 +276,15 @@ static void open_rl(mt_run *r, const mt_model_plan *plan) {
     refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
 }
 
+/* A model that was trained on conversations without marks remembers this, if its tokenizer has no other template. */
+static void keep_chat_program(mt_run *r, const mt_chat *chat, const char *path) {
+    mt_error ignored;
+    mt_chat *own = NULL;
+    bool has_own = path && mt_chat_open(&own, MT_CHAT_AUTO, r->tokenizer, path, &ignored) == 0;
+    if (!has_own || mt_chat_program(own)) r->chat_program = mt_chat_program(chat);
+    mt_chat_close(own);
+}
+
 /* The folders that a fine-tuning saves name the token that ends a response, so that other programs end there too. */
 static void name_turn_end(mt_run *r) {
     mt_run_options *o = &r->options;
@@ -263,6 +294,7 @@ static void name_turn_end(mt_run *r) {
     if (!o->save || o->stack.lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
     const char *path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
+    keep_chat_program(r, chat, path);
     int status = mt_chat_set_variables(chat, o->chat_template_kwargs, &error);
     if (status == 0) status = mt_chat_prepare(chat, &error);
     mt_stops stops;
@@ -318,6 +350,24 @@ void mt_run_save(mt_run *r) {
 
 void mt_run_save_progress(mt_run *r) {
     if (r->state.iteration > r->report.first_iteration && r->state.iteration != r->last_saved) mt_run_save(r);
+}
+
+bool mt_run_is_finished(mt_run *r) {
+    const mt_run_options *o = &r->options;
+    int64_t iteration = r->state.iteration;
+    if (o->stack.num_iterations == 0 || iteration < o->stack.num_iterations || iteration == 0) return false;
+    mt_report_line(&r->report,
+                   "nothing is left to train: iteration %lld is loaded, and the run ends at %lld; to go on, "
+                   "raise --train-%s",
+                   (long long)iteration, (long long)o->stack.num_iterations,
+                   o->train_epochs > 0          ? "epochs"
+                   : o->stack.train_samples > 0 ? "samples"
+                                                : "iters");
+    char *path = o->save ? mt_iteration_path(o->save, iteration) : NULL;
+    bool saved = path && !o->finetune && mt_checkpoint_continues(o) && mt_folder_has_weights(path);
+    mt_broadcast(&r->grid.world, &saved, sizeof saved, 0); // rank 0's folder decides
+    free(path);
+    return saved;
 }
 
 /* ---- options that print something instead of training */
@@ -385,6 +435,7 @@ static void print_opening_lines(const mt_run *r, const int *hosts) {
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
+    print_kept_note(r);
     mt_stops_warn(o, stdout);
     mt_adapter_print_left_out(o, stdout);
     if (o->save) mt_adapter_warn(&o->stack, stdout);

@@ -17,7 +17,10 @@ typedef struct mt_run {
     mt_grid grid;
     const mt_ops *ops; // of the device
     mt_tokenizer *tokenizer;
-    mt_tokenizer *kept;     // files of a tokenizer that this program cannot open, to be saved; NULL: none
+    mt_tokenizer *kept; // files of a tokenizer that this program cannot open, to be saved; NULL: none
+    mt_error kept_note; // a line on the tokenizer that checkpoints will have; empty: nothing to say
+    const char
+        *chat_program;      // of the template of conversations, which the tokenizer's folder lacks; NULL: none to save
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;
@@ -50,6 +53,10 @@ void mt_run_check(mt_run *run, int status, mt_error *error);
  * _progress: only if this run has trained since its last checkpoint. */
 void mt_run_save(mt_run *run);
 void mt_run_save_progress(mt_run *run);
+
+/* Prints a line if the run has no step left when it begins. Returns true if --save holds the loaded checkpoint already,
+ * so that a run without a step has none to save. */
+bool mt_run_is_finished(mt_run *run);
 
 /* Reports the last checkpoint that came into its place. */
 void mt_run_report_saved(mt_run *run);

@@ -293,6 +293,8 @@ static int open_outputs(mt_scoring *s, mt_error *error) {
                 status = mt_error_set(error, "%s and %s name one file, %s; give each its own", outputs[j].option,
                                       outputs[i].option, outputs[i].path);
     }
+    for (int i = 0; i < NUM_OUTPUTS && status == 0; i++)
+        if (outputs[i].path) mt_new_file_note(outputs[i].path, outputs[i].option);
     return status;
 }
 

@@ -12,7 +12,7 @@ in_place() {
     if [ -t 1 ]; then
         awk '/ [0-9]+%  loss / { printf "\r\033[K%s", substr($0, 1, 79); fflush() } END { printf "\r\033[K" }'
     else
-        awk '/^ *[0-9]*00\/[0-9]+ .*%  loss / { print "   " substr($0, 1, 79); fflush() }'
+        awk '/^ *[0-9]*00\/[0-9]+ .*%  loss / { print "   " $0; fflush() }'
     fi
 }
 

@@ -317,9 +317,18 @@ static const struct {
     {MT_CHAT_LLAMA3, 389, 0xa73d88decefab72a},   // Llama 3 Instruct
 };
 
+/* The template plain, with and without BOS. */
+#define PLAIN                                                                                                          \
+    "{% for message in messages %}{{ message['content'] }}"                                                            \
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+static const char *const plain_programs[] = {PLAIN, "{{ bos_token }}" PLAIN};
+
 mt_chat_template mt_chat_recognise(const char *jinja) {
     int64_t bytes = (int64_t)strlen(jinja);
     bytes -= bytes > 0 && jinja[bytes - 1] == '\n'; // Jinja drops it too
+    for (int k = 0; k < 2; k++)
+        if ((int64_t)strlen(plain_programs[k]) == bytes && memcmp(jinja, plain_programs[k], (size_t)bytes) == 0)
+            return MT_CHAT_PLAIN;
     uint64_t fingerprint = mt_contents_fingerprint(jinja, bytes, true);
     for (size_t k = 0; k < sizeof known / sizeof *known; k++)
         if (known[k].bytes == bytes && known[k].fingerprint == fingerprint) return known[k].template;
@@ -567,6 +576,10 @@ int mt_chat_open(mt_chat **out, mt_chat_template kind, const mt_tokenizer *token
     }
     *out = chat;
     return 0;
+}
+
+const char *mt_chat_program(const mt_chat *chat) {
+    return chat->template == MT_CHAT_PLAIN ? plain_programs[chat->bos >= 0] : NULL;
 }
 
 void mt_chat_close(mt_chat *chat) {

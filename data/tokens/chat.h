@@ -60,7 +60,8 @@ int mt_chat_render(mt_chat_text *out, mt_chat_template kind, const mt_chat_messa
                    bool generates, mt_error *error);
 void mt_chat_text_free(mt_chat_text *text);
 
-/* The template above that this program in Jinja is, as published; AUTO: none of these. Only the whole text counts. */
+/* The template above that this program in Jinja is, as published, or as mt_chat_program has it; AUTO: none of these.
+ * Only the whole text counts. */
 mt_chat_template mt_chat_recognise(const char *jinja);
 
 /* A template with a tokenizer. */
@@ -74,6 +75,10 @@ typedef struct mt_chat mt_chat;
 int mt_chat_open(mt_chat **out, mt_chat_template kind, const mt_tokenizer *tokenizer, const char *path,
                  mt_error *error);
 void mt_chat_close(mt_chat *chat);
+
+/* The program in Jinja that does as the template plain, for the folder of a model that was trained with it. NULL: the
+ * chat has another template. */
+const char *mt_chat_program(const mt_chat *chat);
 
 /* Gives the template these variables, an object of JSON, in all conversations; --chat-template-kwargs. NULL: none.
  * Errors: no object, or a template that is not the folder's. */

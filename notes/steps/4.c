@@ -655,7 +655,7 @@ static char *read_file(const char *path, int64_t *size) {
     FILE *file = fopen(path, "rb");
     if (file && fseek(file, 0, SEEK_END) == 0 && (*size = ftell(file)) >= 0) bytes = calloc((size_t)*size + 1, 1);
     if (!bytes || fseek(file, 0, SEEK_SET) != 0 || fread(bytes, 1, (size_t)*size, file) != (size_t)*size)
-        snprintf(error, sizeof error, "%.200s: cannot be read", path);
+        snprintf(error, sizeof error, "%.200s: cannot be read; check the path", path);
     if (file) fclose(file);
     stop_on_error(error);
     return bytes;
@@ -687,7 +687,8 @@ static void load_weights(model *m) {
     for (const parameter *p = m->parameters; p < m->parameters + m->num_parameters && !error[0]; p++) {
         const float *data = file ? find_tensor(file, size, p->name, p->rows * p->columns) : NULL;
         if (file && !data)
-            snprintf(error, sizeof error, "%.100s has no %s with %lld x %lld numbers in F32", path, p->name,
+            snprintf(error, sizeof error,
+                     "%.100s: has no %.40s of %lld x %lld numbers in F32; give its shape by the options", path, p->name,
                      (long long)p->rows, (long long)p->columns);
         else
             fill_parameter(m, p, data);
@@ -709,7 +710,7 @@ static void load_tokens(model *m) {
         int64_t step = 1 + (int64_t)(random_number("step", i / row) * 3);
         if (!file) m->tokens[i] = (int32_t)((start + step * (i % row)) % m->o.vocab_size);
         if (m->tokens[i] < 0 || m->tokens[i] >= m->o.vocab_size)
-            snprintf(error, sizeof error, "%.100s: token %d is not in the vocabulary", m->o.tokens_file, m->tokens[i]);
+            snprintf(error, sizeof error, "%.100s: token %d is not below --vocab-size", m->o.tokens_file, m->tokens[i]);
     }
     stop_on_error(error);
 }
@@ -832,6 +833,16 @@ static const option_row option_rows[] = {
 };
 enum { NUM_OPTIONS = sizeof option_rows / sizeof *option_rows };
 
+static int print_help(void) {
+    printf("the options, with their defaults; ./train --help says what they mean:\n");
+    for (const option_row *row = option_rows; row < option_rows + NUM_OPTIONS; row++)
+        if (row->kind == INTEGER || row->kind == REAL)
+            printf("  %s %g\n", row->name, row->value);
+        else
+            printf("  %s%s\n", row->name, row->kind == TEXT ? " PATH" : "");
+    return 0;
+}
+
 /* Writes why the options do not fit together, or to `ranks` ranks, into `error`. */
 static void check_options(const options *o, int64_t ranks, char error[256]) {
     int64_t data_ranks = ranks / o->tp, E = o->num_experts;
@@ -840,17 +851,19 @@ static void check_options(const options *o, int64_t ranks, char error[256]) {
         bool wrong;
         const char *message;
     } rules[] = {
-        {ranks % o->tp != 0, "the number of ranks is no multiple of --tensor-model-parallel-size"},
+        {ranks % o->tp != 0, "the ranks must divide by --tensor-model-parallel-size"},
         {data_ranks && o->global_batch_size % data_ranks != 0, "--global-batch-size must divide by the data ranks"},
-        {o->hidden_size % (2 * o->num_attention_heads) != 0, "--hidden-size must divide by twice the heads"},
+        {o->hidden_size % (2 * o->num_attention_heads) != 0,
+         "--hidden-size must divide by twice --num-attention-heads"},
         {o->num_attention_heads % o->num_query_groups != 0, "--num-attention-heads must divide by --num-query-groups"},
         {o->num_query_groups % o->tp != 0, "--num-query-groups must divide by --tensor-model-parallel-size"},
         {o->ffn_hidden_size % o->tp != 0, "--ffn-hidden-size must divide by --tensor-model-parallel-size"},
         {o->vocab_size % o->tp != 0, "--vocab-size must divide by --tensor-model-parallel-size"},
         {E && o->moe_router_topk > E, "--moe-router-topk exceeds --num-experts"},
         {o->adam_beta1 >= 1 || o->adam_beta2 >= 1, "--adam-beta1 and --adam-beta2 must be less than 1"},
-        {of_layer * (double)o->num_layers + C * (double)o->vocab_size > 1e8, "the model is too large; see ./train"},
-        {C * (double)o->seq_length > 2e7, "a sequence is too large; see ./train"}};
+        {of_layer * (double)o->num_layers + C * (double)o->vocab_size > 1e8,
+         "too large a model: lower --num-layers, --hidden-size or --vocab-size"},
+        {C * (double)o->seq_length > 2e7, "too large a sequence: lower --seq-length"}};
     for (size_t i = 0; i < sizeof rules / sizeof *rules && !error[0]; i++)
         if (rules[i].wrong) snprintf(error, 256, "%s", rules[i].message);
 }
@@ -875,12 +888,12 @@ static options parse_options(int argc, char **argv) {
         double number = strtod(text, &end);
         bool is_number = end != text && !*end && number >= 0 && number <= 1 << 20;
         if (r == NUM_OPTIONS)
-            snprintf(error, sizeof error, "%.99s: unknown option; the table option_rows lists them", argv[i]);
+            snprintf(error, sizeof error, "%.99s: unknown option; --help lists them", argv[i]);
         else if (row->kind == TEXT ? !text[0] : !is_number)
-            snprintf(error, sizeof error, "%s %.99s: needs %s", argv[i], text,
-                     row->kind == TEXT ? "a path" : "a number");
+            snprintf(error, sizeof error, "%s: needs %s, not '%.99s'", argv[i],
+                     row->kind == TEXT ? "a path" : "a number from 0 to 2^20", text);
         else if (row->kind == INTEGER && !(number >= 1 && number == floor(number)))
-            snprintf(error, sizeof error, "%s %.99s: needs a whole number from 1 to 2^20", argv[i], text);
+            snprintf(error, sizeof error, "%s: needs a whole number from 1 to 2^20, not '%.99s'", argv[i], text);
         else
             set_option(&o, row, number, text);
     }
@@ -905,6 +918,7 @@ static void train_step(model *m, int64_t step) {
 }
 
 int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], "--help") == 0) return print_help();
     MPI_Init(&argc, &argv);
     model m = {.o = parse_options(argc, argv)};
     build_grid(&m);
