@@ -336,7 +336,7 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (of_chat && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
-    if (o->score && o->stack.seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
+    if (o->score && o->stack.seq_length == 0 && !mt_options_score_samples(o))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
 }
@@ -418,6 +418,10 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
                                    "--tensor-model-parallel-size, which use --sequence-parallel; leave it out");
     o->stack.sequence_parallel = true;
     return 0;
+}
+
+bool mt_options_score_samples(const mt_run_options *options) {
+    return mt_text_ends_with(options->score, ".jsonl") || mt_text_ends_with(options->score, ".parquet");
 }
 
 bool mt_options_draws_schedule(const mt_run_options *options) {

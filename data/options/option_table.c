@@ -801,8 +801,8 @@ const mt_option mt_option_table[] = {
     {.help = "fine-tuning: samples of any length"},
     {"sft", MT_FLAG, MT_AT(sft), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
-     "in "
-     "--data-path; --mock-data: with log-normal lengths",
+     "or "
+     "Parquet in --data-path; --mock-data: with log-normal lengths",
      .excludes = "tokens-file, dataloader-type"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size (default for "
@@ -1200,8 +1200,9 @@ const mt_option mt_option_table[] = {
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens",
      .own = true},
-    {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE.jsonl",
-     "prompts to continue, one a line as for --stage rl of train, with --chat-template; --out gets a line for each, in "
+    {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "prompts to continue, JSON Lines or Parquet as for --stage rl of train, with --chat-template; --out gets a line "
+     "for each, in "
      "order",
      .needs = "out", .excludes = "prompt, prompt-tokens, print-tokens, chat, score, merge-adapter", .own = true},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
@@ -1247,7 +1248,7 @@ const mt_option mt_option_table[] = {
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",
-     "sequences to score, on any layout: FILE.jsonl as for --sft, or int32 [sequences, seq length + 1]",
+     "sequences to score, on any layout: FILE.jsonl or FILE.parquet as for --sft, or int32 [sequences, seq length + 1]",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p, min-p, "
                  "repetition-penalty, stop, num-return-sequences, seed, kv-cache-tokens, inference-max-requests, "
                  "inference-dynamic-batching-block-size",

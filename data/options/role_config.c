@@ -228,12 +228,6 @@ static void find_files(reader *r, const mt_yaml_node *mapping, mt_role_entry *en
         if (!file_exists(entry->values.items[i]) && file_exists(joined)) mt_string_set(&entry->values.items[i], joined);
         free(joined);
     }
-    for (int64_t i = 0; i < entry->values.count && entry->kind == MT_ENTRY_OPTION; i++) {
-        size_t length = strlen(entry->values.items[i]);
-        if (length < 8 || strcmp(entry->values.items[i] + length - 8, ".parquet") != 0) continue;
-        entry->kind = MT_ENTRY_REFUSED;
-        mt_string_set(&entry->text, "is a Parquet file: write its samples as JSON Lines");
-    }
     free(folder);
 }
 

@@ -381,7 +381,7 @@ static const mt_role_key keys[] = {
     {"data_args", "messages", MT_KEY_OPTION, "messages-key"},
     {"data_args", "prompt", MT_KEY_OPTION, "prompt-key"},
     {"data_args", "response", MT_KEY_OPTION, "response-key"},
-    {"data_args", "dataset_type", MT_KEY_FIXED, "files are JSON or JSON Lines", "json|jsonl"},
+    {"data_args", "dataset_type", MT_KEY_FIXED, "files are JSON, JSON Lines or Parquet", "json|jsonl|parquet"},
     {"data_args", "preprocessing_num_workers cache_path overwrite_cache", MT_KEY_UNUSED, "datasets of transformers"},
     {"data_args", "interleave_probs", MT_KEY_SHARES, SAMPLERS},
     {"data_args", "domain_interleave_probs", MT_KEY_DOMAINS, "prompt-shares", NULL, "actor_train"},
