@@ -21,7 +21,7 @@ prints() {
 
 # sets KEY OPTION VALUE: the last output has the key with its option and value.
 sets() {
-    says "^ *[0-9]*  $1  *--$2 $3\$" "$work/out"
+    says "^ *[0-9-]*  $1  *--$2 $3\$" "$work/out"
 }
 
 # Each change, "SED=ERROR", of the file NAME.yaml gives its error: NAME CHANGE...
@@ -110,6 +110,38 @@ infer_reads_its_role() {
     [ -d "$shared/models/stories260K-hf" ] || return 0
     "$infer" "$@" --load "$shared/models/stories260K-hf" --prompt 'Once upon a' --print-tokens --device cpu \
         >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 6 ] && says 'vllm$' "$work/err"
+}
+
+# Keys on the command line, as Hydra takes them: changed, added, removed; options win over them.
+words_of_hydra_change_keys() {
+    printf '%s\n' 'seed: 5' 'lengths: &l {prompt: 8}' 'a: *l' \
+        'sft_train: {model_args: &m {dtype: bf16, lora_rank: 4},' \
+        '  training_args: {learning_rate: 0.5, max_steps: 3}}' 'actor_infer: {model_args: *m}' \
+        'sequence_length: ${a.prompt}' 'prompt_length: ${lengths.prompt}' >"$work/hydra.yaml"
+    prints "$work/hydra.yaml" sft_train seed=7 sft_train.training_args.learning_rate=1e-3 \
+        '~sft_train.training_args.max_steps' \
+        +sft_train.training_args.num_train_epochs=2 ++sft_train.training_args.weight_decay=0.25 \
+        'sft_train.data_args.file_name=[a.json, "b c.jsonl"]' sft_train.model_args.lora_rank=6 a.prompt=16 \
+        sft_train.data_args.template= || return 1
+    sets seed seed 7 && sets sft_train.training_args.learning_rate lr 0.001 && ! grep -q max_steps "$work/out" &&
+        sets sft_train.training_args.num_train_epochs train-epochs 2 &&
+        sets sft_train.training_args.weight_decay weight-decay 0.25 &&
+        sets sft_train.data_args.file_name train-data-path 'a.json b c.jsonl' &&
+        sets sft_train.model_args.lora_rank lora-rank 6 && sets sft_train.model_args.dtype bf16 true &&
+        sets sequence_length seq-length 16 && says '^ *-  seed  ' "$work/out" &&
+        says '^  seed  *7  *# command line$' "$work/out" &&
+        says '^  seq-length  *16  *# hydra.yaml:7$' "$work/out" || return 1
+    prints "$work/hydra.yaml" sft_train lengths.prompt=32 seed=7 --seed 9 && shows seed 9 && shows seq-length 8 ||
+        return 1
+    "$infer" --config "$work/hydra.yaml" --role actor_infer --print-config sft_train.model_args.dtype=fp32 \
+        >"$work/out" 2>"$work/err" && sets actor_infer.model_args.dtype bf16 true || return 1
+    set -- "$train" --config "$work/hydra.yaml" --role sft_train --print-config
+    refused 'command line: unknown option no_such_key' "$@" sft_train.model_args.no_such_key=1 &&
+        refused 'command line: dtype cannot be fp7: expects' "$@" sft_train.model_args.dtype=fp7 &&
+        refused 'command line: ~sft_train.nothing: .*hydra.yaml has no such key' "$@" '~sft_train.nothing' &&
+        refused 'seed=\[1:.*is not YAML' "$@" 'seed=[1' && refused 'command line: seed expects' "$@" seed=x &&
+        refused "unexpected argument 'se-ed'" "$@" se-ed &&
+        refused "unexpected argument 'a.b=1': such a word changes a key of a file of roles" "$train" --mock-data a.b=1
 }
 
 # Where a key is absent, ROLL's and verl's defaults hold.
@@ -1213,6 +1245,7 @@ check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
+check words_of_hydra_change_keys words_of_hydra_change_keys
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_defaults
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults

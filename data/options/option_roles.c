@@ -14,7 +14,10 @@ static void mt_options_note_key(mt_run_options *options, const mt_role_entry *en
                                 const char *text) {
     char line[24];
     mt_strings *keys = &options->config_keys;
-    snprintf(line, sizeof line, "%lld", entry->line);
+    if (entry->line == MT_YAML_COMMAND_LINE)
+        snprintf(line, sizeof line, "-"); // of the command line
+    else
+        snprintf(line, sizeof line, "%lld", entry->line);
     for (int64_t i = 0; i < keys->count && *option; i += 4)
         if (strcmp(keys->items[i + 2], option) == 0 && !*keys->items[i + 3]) {
             char replaced[200];
@@ -112,7 +115,10 @@ static void mt_option_reader_take_entry(mt_option_reader *reader, mt_givens *giv
                                         const char *path) {
     char position[300];
     bool infers = reader->program == MT_PROGRAM_INFER;
-    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
+    if (entry->line == MT_YAML_COMMAND_LINE)
+        snprintf(position, sizeof position, "command line: ");
+    else
+        snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
     if (entry->kind == MT_ENTRY_UNKNOWN)
         mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
     else if (entry->kind == MT_ENTRY_REFUSED)

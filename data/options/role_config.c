@@ -97,7 +97,7 @@ static void add_value(reader *r, int64_t index, const mt_role_key *row, const ch
 }
 
 static int expects_value(const reader *r, const mt_yaml_node *node, long long line) {
-    return mt_error_set(r->yaml->error, "%s:%lld: %s expects a value, not a %s", r->yaml->path, line, r->key,
+    return mt_error_set(r->yaml->error, "%s%s expects a value, not a %s", mt_yaml_place_of(r->yaml, line).text, r->key,
                         node->kind == MT_YAML_SECTION ? "section" : "list in a list");
 }
 
@@ -194,8 +194,8 @@ static int take_devices(reader *r, mt_yaml_node *node, long long line) {
         free(expanded);
     }
     if (count < 0)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects devices, such as list(range(0,8)) or [0, 1]",
-                            r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects devices, such as list(range(0,8)) or [0, 1]",
+                            mt_yaml_place_of(r->yaml, line).text, r->key);
     r->config->num_devices = count;
     snprintf(text, sizeof text, "the ranks are those of mpirun; the file has %lld", (long long)count);
     add_entry(r, MT_ENTRY_UNUSED, line, text);
@@ -332,7 +332,8 @@ static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool role
 static int take_section(reader *r, mt_yaml_node *node, const char *section, long long line) {
     if (node->kind == MT_YAML_LIST && node->count == 1) node = node->values[0];
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of keys", r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section of keys", mt_yaml_place_of(r->yaml, line).text,
+                            r->key);
     r->depth++;
     int status = walk(r, node, section, false);
     if (status == 0) status = walk(r, node, section, true);
@@ -407,7 +408,7 @@ static int take_json(reader *r, const mt_role_key *row, mt_yaml_node *node, long
         return 0;
     }
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section", r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section", mt_yaml_place_of(r->yaml, line).text, r->key);
     json_t *json = mt_yaml_json(r->yaml, node);
     char *text = json ? json_dumps(json, 0) : NULL;
     json_decref(json);
@@ -435,8 +436,8 @@ static int take_shares(reader *r, const mt_role_key *row, const mt_yaml_node *no
 /* Shares of domains: each has the tags of its section of `rewards`, and ROLL's math_rule those of no other. */
 static int take_domains(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of domains and their shares", r->yaml->path,
-                            line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section of domains and their shares",
+                            mt_yaml_place_of(r->yaml, line).text, r->key);
     if (node->count <= 1) {
         add_entry(r, MT_ENTRY_FIXED, line, "one share is all");
         return 0;
@@ -535,7 +536,7 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         add_option(r, line, "optimizer-offload", first)->is_implied = true;
     } else if (row->kind == MT_KEY_BETAS) {
         if (entry->values.count != 2)
-            return mt_error_set(r->yaml->error, "%s:%lld: betas expects two numbers", r->yaml->path, line);
+            return mt_error_set(r->yaml->error, "%sbetas expects two numbers", mt_yaml_place_of(r->yaml, line).text);
         char *second = entry->values.items[--entry->values.count];
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", second);
