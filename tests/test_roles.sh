@@ -144,6 +144,36 @@ words_of_hydra_change_keys() {
         refused "unexpected argument 'a.b=1': such a word changes a key of a file of roles" "$train" --mock-data a.b=1
 }
 
+# Keys of environments change what an actor trains on, not a model that scores.
+environments_concern_training_alone() {
+    printf '%s\n' 'custom_envs: {a: {env_type: sokoban}}' 'train_env_manager: {group_size: 1}' 'render_save_dir: ./r' \
+        'max_tokens_per_step: 4' 'async_generation_ratio: 1' 'reward_normalization: {method: identity}' \
+        'norm_mean_type: batch' 'actor_train: {model_args: {dtype: bf16}}' \
+        'reference: {model_args: {dtype: bf16}, infer_batch_size: 3}' >"$work/environments.yaml"
+    prints "$work/environments.yaml" reference && sets reference.infer_batch_size micro-batch-size 3 &&
+        unused custom_envs 'other roles' && unused async_generation_ratio 'other roles' &&
+        unused render_save_dir 'pictures of environments' &&
+        ! "$train" --config "$work/environments.yaml" --role actor_train --print-config >"$work/out" 2>"$work/err" &&
+        says 'without environments: take prompts from files.*:1: custom_envs, .*:2: train_env_manager' "$work/err" &&
+        says 'can only be 0|0.0 here: .*async_generation_ratio' "$work/err" &&
+        refuses 'images and videos are not read: .*image_max_pixels\|image_max_pixels is not supported: images' \
+            'sft_train: {data_args: {image_max_pixels: 9}}'
+}
+
+# A value that is refused does no harm where the command line has the option.
+refused_values_give_way_to_the_command_line() {
+    printf '%s\n' 'actor_train: {pg_variant: topr, training_args: {lr_scheduler_type: polynomial}}' \
+        >"$work/values.yaml"
+    refused 'pg_variant expects' "$train" --config "$work/values.yaml" --role actor_train --print-config &&
+        refused 'lr_scheduler_type cannot be polynomial' "$train" --config "$work/values.yaml" --role actor_train \
+            --print-config --pg-variant gspo &&
+        prints "$work/values.yaml" actor_train --pg-variant gspo --lr-decay-style cosine && shows pg-variant gspo &&
+        shows lr-decay-style cosine &&
+        unused actor_train.training_args.lr_scheduler_type 'gives way to the command line' &&
+        ! "$train" --config "$work/values.yaml" --role actor_train --print-config --pg-variant gspoo \
+            --lr-decay-style cosine >"$work/out" 2>"$work/err" && says 'pg-variant expects' "$work/err"
+}
+
 # Where a key is absent, ROLL's and verl's defaults hold.
 absent_keys_have_their_defaults() {
     printf '%s\n' 'sft_train: {model_args: {lora_target: "q_proj,v_proj", lora_rank: 6}}' >"$work/lora.yaml"
@@ -1169,6 +1199,22 @@ trinity critic
 END
 }
 
+# ROLL's examples: each is read for a role, unless it has a value that is not supported, and most for the actor.
+examples_of_roll_are_accepted() {
+    accepted=0 trained=0
+    for file in "$shared"/yaml/roll/*.yaml; do
+        found=0
+        for role in reference actor_infer teacher student actor_train; do
+            prints "$file" $role || continue
+            found=1
+            [ $role != actor_train ] || trained=$((trained + 1))
+        done
+        accepted=$((accepted + found))
+    done
+    echo "$accepted files of ROLL are accepted for a role, $trained for the actor"
+    [ $accepted -ge 38 ] && [ $trained -ge 16 ]
+}
+
 # roll-sft.yaml as it stands, with the shape and the data of a small run.
 roll_sft_trains() {
     mkdir -p "$work/sft/data" && cp "$shared/yaml/roll-sft.yaml" "$work/sft" || return 1
@@ -1246,6 +1292,8 @@ check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
 check words_of_hydra_change_keys words_of_hydra_change_keys
+check environments_concern_training_alone environments_concern_training_alone
+check refused_values_give_way_to_the_command_line refused_values_give_way_to_the_command_line
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_defaults
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
@@ -1291,6 +1339,7 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
 fi
 if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
+    check examples_of_roll_are_accepted examples_of_roll_are_accepted
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
     check roll_dpo_trains roll_dpo_trains
     check roll_rlvr_trains roll_rlvr_trains

@@ -110,6 +110,13 @@ static void mt_givens_add_entry(mt_givens *givens, mt_option_reader *reader, con
         mt_strings_add(&given->values, mt_whole_number(row, values->items[i], whole));
 }
 
+/* True if the command line has an option: then a value of the file that is refused does no harm. */
+static bool mt_givens_have_option(const mt_givens *givens, const char *name) {
+    mt_setting setting = {0};
+    if (name) setting = mt_setting_find(name, strlen(name));
+    return setting.row && mt_givens_find(givens, setting.row->offset);
+}
+
 /* Adds the setting of an entry, or notes or refuses it. */
 static void mt_option_reader_take_entry(mt_option_reader *reader, mt_givens *givens, const mt_role_entry *entry,
                                         const char *path) {
@@ -121,6 +128,8 @@ static void mt_option_reader_take_entry(mt_option_reader *reader, mt_givens *giv
         snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
     if (entry->kind == MT_ENTRY_UNKNOWN)
         mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
+    else if (entry->kind == MT_ENTRY_REFUSED && mt_givens_have_option(givens, entry->option))
+        mt_options_note_key(reader->options, entry, "", "gives way to the command line");
     else if (entry->kind == MT_ENTRY_REFUSED)
         mt_option_reader_refuse_key(reader, position, entry->name, entry->text, "");
     else if (entry->kind != MT_ENTRY_OPTION)

@@ -337,6 +337,8 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
                 status = mt_given_take(reader, given, &taken, error);
             else if (!mt_given_is_replaced(givens, given))
                 mt_given_refuse_unset(reader, given);
+            bool yields = source == MT_SOURCE_ROLE && mt_given_is_replaced(givens, given);
+            if (status != 0 && yields) status = 0, taken = NULL; // a value that is not supported does no harm
             if (status == 0 && taken && source != MT_SOURCE_ROLE)
                 status = mt_given_compare(&list, reader->options, given, taken, error);
         }

@@ -62,7 +62,7 @@
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
     {"roll", "hydra defaults", MT_KEY_UNUSED, HYDRA},
-    {"roll", "exp_name", MT_KEY_UNUSED, TRACKERS},
+    {"roll", "exp_name model_name", MT_KEY_UNUSED, TRACKERS},
     {"roll", "track_with track_name tracker_kwargs logging_dir save_logging_board_dir", MT_KEY_UNUSED, TRACKERS},
     {"roll",
      "system_envs num_nodes num_gpus_per_node rpc_timeout local_rank model_update_buffer_size_mb model_download_type "
@@ -158,14 +158,14 @@ static const mt_role_key keys[] = {
      "groups whose rewards are all alike are dropped", NULL, LEARNER},
     {"roll", "norm_std_type", MT_KEY_OPTION, "norm-adv-by-std",
      "group=true|*=!rewards are divided by the deviation of their group: take group", LEARNER},
-    {"roll", "norm_mean_type", MT_KEY_FIXED, "--adv-estimator grpo subtracts the mean of a group", "group"},
+    {"roll", "norm_mean_type", MT_KEY_FIXED, "--adv-estimator grpo subtracts the mean of a group", "group", LEARNER},
     {"roll", "use_policy_loss_type", MT_KEY_OPTION, "pg-variant", "PPO=ppo|PG=vanilla", LEARNER},
     {"roll", "importance_sampling", MT_KEY_OPTION, "pg-variant", "token=ppo|seq=gspo", LEARNER},
     {"roll",
      "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
      "use_reward_scaling use_reward_norm add_len_reward reward_norm reward_shift reward_scale",
-     MT_KEY_REFUSED, "responses are weighted by their advantages alone"},
-    {"roll", "async_generation_ratio", MT_KEY_FIXED, "the present weights generate the responses", "0|0.0"},
+     MT_KEY_REFUSED, "responses are weighted by their advantages alone", NULL, LEARNER},
+    {"roll", "async_generation_ratio", MT_KEY_FIXED, "the present weights generate the responses", "0|0.0", LEARNER},
     {"roll", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
     {"roll", "l2", MT_KEY_FIXED, "weight_decay is the optimizer's", "0|0.0"},
     {"roll", "postive_loss_coef use_topr_neg_loss_coef", MT_KEY_FIXED,
@@ -179,7 +179,7 @@ static const mt_role_key keys[] = {
     {"roll",
      "train_infer_ratio_mask train_infer_diff_mask train_infer_ratio_seq_mask train_infer_diff_seq_mask "
      "use_rollout_importance_sampling_ratio",
-     MT_KEY_REFUSED, GAPLESS},
+     MT_KEY_REFUSED, GAPLESS, NULL, LEARNER},
     {"roll",
      "train_infer_ratio_threshold_low train_infer_ratio_threshold_high train_infer_diff_threshold_low "
      "train_infer_diff_threshold_high train_infer_ratio_seq_threshold_low train_infer_ratio_seq_threshold_high "
@@ -189,14 +189,23 @@ static const mt_role_key keys[] = {
     {"roll", "ratio_type", MT_KEY_FIXED, "a response has one segment", "token"},
     {"roll",
      "custom_envs train_env_manager val_env_manager env_manager_cls max_actions_per_traj max_tokens_per_step "
-     "step_reward_gamma batch_adjust_mode reward_normalization",
-     MT_KEY_REFUSED, "responses to prompts are trained, without environments"},
+     "step_reward_gamma batch_adjust_mode reward_normalization math_agent_system_template math_agent_template "
+     "agent_runner_cls default_history_length",
+     MT_KEY_REFUSED,
+     "responses to prompts are trained, without environments: take prompts from files "
+     "(actor_train.data_args.file_name) "
+     "and remove these keys",
+     NULL, LEARNER},
+    {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
+    {"roll", "reward_system_config", MT_KEY_UNUSED, PYTHON},
+    {"roll", "world_size", MT_KEY_UNUSED, RAY},
     {"roll", "is_pure_opd use_opd opsd_mode student_train student_infer", MT_KEY_REFUSED,
-     "a student learns from a teacher on samples of files, not on its own responses: take student and teacher"},
-    {"roll", "train_infer_correction", MT_KEY_SECTION, "correction"},
-    {"correction", "filters", MT_KEY_REFUSED, GAPLESS},
+     "a student learns from a teacher on samples of files, not on its own responses: take student and teacher", NULL,
+     ROLL_TRAINS},
+    {"roll", "train_infer_correction", MT_KEY_SECTION, "correction"}, // of training
+    {"correction", "filters", MT_KEY_REFUSED, GAPLESS, NULL, LEARNER},
     {"correction", "is_weight", MT_KEY_SECTION, "correction.weight"},
-    {"correction.weight", "enabled", MT_KEY_REFUSED, GAPLESS},
+    {"correction.weight", "enabled", MT_KEY_REFUSED, GAPLESS, NULL, LEARNER},
     {"correction.weight", "weight_type upper_bound detach", MT_KEY_UNUSED, "enabled, which is not supported"},
     {"roll", "dataset_filter", MT_KEY_SECTION, "filter"},
     {"filter", "source min_difficulty max_difficulty", MT_KEY_REFUSED, "all samples of the files are read"},
@@ -387,6 +396,10 @@ static const mt_role_key keys[] = {
     {"data_args", "domain_interleave_probs", MT_KEY_DOMAINS, "prompt-shares", NULL, "actor_train"},
     {"data_args", "tag", MT_KEY_OPTION, "tag-key", NULL, "actor_train"},
     {"data_args", "id", MT_KEY_UNUSED, "the order of samples"},
+    {"data_args",
+     "custom_data_kwargs_func image_max_pixels image_min_pixels image_folder video_total_pixels video_min_pixels "
+     "video_max_pixels video_fps video_max_frames video_folder",
+     MT_KEY_REFUSED, "images and videos are not read: take a model and files of texts"},
 
     {"generating_args", "max_new_tokens", MT_KEY_UNUSED,
      "the lengths of the file: a response has response_length, or sequence_length less prompt_length", NULL,
