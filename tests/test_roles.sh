@@ -822,6 +822,60 @@ EOF
         says '^     1/1 .* reward ' "$work/out"
 }
 
+# Trinity-RFT 0.6: the layout in trainer.megatron, without verl's keys; algorithms with losses of their own.
+trinity_without_the_keys_of_verl_is_read() {
+    printf '{"question": "Say %d", "answer": "%d"}\n' 1 1 2 2 3 3 4 4 >"$work/say.jsonl"
+    cat >"$work/trinity6.yaml" <<EOF
+mode: both
+checkpoint_root_dir: $work/trinity6.run
+algorithm: {algorithm_type: TYPE, repeat_times: 2, optimizer: {lr: 1e-5}}
+model: {model_path: a/b, max_response_tokens: 4, max_model_len: 64}
+buffer:
+  total_steps: 1
+  batch_size: 2
+  explorer_input:
+    taskset: {path: $work/say.jsonl, storage_type: file, format: {prompt_key: question, response_key: answer}}
+trainer:
+  trainer_strategy: megatron
+  save_interval: 100
+  megatron: {tensor_model_parallel_size: 1, context_parallel_size: 1, sequence_parallel: true}
+EOF
+    refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
+        return 1
+    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus; do
+        loss=token-mean
+        [ $type = gspo ] && loss=seq-mean-token-mean
+        sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
+        # shellcheck disable=SC2086
+        "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+            says '^     1/1 .* reward ' "$work/out" && prints "$work/t.yaml" actor_train || return 1
+        case $type in
+        ppo) sets algorithm.algorithm_type adv-estimator gae ;;
+        gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
+        cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
+        dapo) sets algorithm.algorithm_type kl-loss-coef 0 && ! grep 'kl_loss_fn' "$work/out" ;;
+        grpo) sets '(absent: kl_loss_fn_args)' kl-loss-coef 0.001 ;;
+        *) ;;
+        esac || return 1
+    done
+    sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
+    # shellcheck disable=SC2086
+    refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
+        --role actor_train $small || return 1
+    refuses_changes trinity6 's/TYPE/sapo=algorithm_type cannot be sapo: take ppo' \
+        's/TYPE/dpo=algorithm_type cannot be dpo: its loss' \
+        's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
+        's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
+    sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
+        s|^  batch_size: 2|  train_batch_size: 2|; s|^  explorer_input:|  trainer_input:|
+        s|taskset: |experience_buffer: |" "$work/trinity6.yaml" >"$work/t.yaml"
+    # shellcheck disable=SC2086
+    "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* loss ' "$work/out" && says 'say.jsonl: 4 samples' "$work/out" &&
+        prints "$work/t.yaml" actor_train && sets buffer.train_batch_size global-batch-size 2 &&
+        sets buffer.trainer_input.experience_buffer.format.response_key response-key answer
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -1318,6 +1372,7 @@ check examples_of_roll_are_read examples_of_roll_are_read
 check sampling_and_domains_of_roll_are_read sampling_and_domains_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
 check trinity_is_read trinity_is_read
+check trinity_without_the_keys_of_verl_is_read trinity_without_the_keys_of_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
 check a_ratio_alone_is_for_both_sides a_ratio_alone_is_for_both_sides

@@ -268,6 +268,29 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
+/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and, for dapo, that
+ * there is no divergence. */
+static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
+    char *type = sibling_text(r, mapping, "algorithm_type"), *loss = sibling_text(r, mapping, "policy_loss_fn");
+    bool has_loss = type && mt_choice_index("gspo|cispo|sft", type) >= 0;
+    const char *own = has_loss ? type : "ppo";
+    long long line = entry->line;
+    if (loss && strcmp(loss, own) != 0) {
+        char reason[200];
+        snprintf(reason, sizeof reason, "has the loss %s, and policy_loss_fn is %.80s; leave that out", own, loss);
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, reason);
+    } else if (strcmp(own, "sft") == 0) {
+        entry->kind = MT_ENTRY_FIXED;
+        mt_string_set(&entry->text, "the stage of training");
+    } else {
+        bool has_divergence = strcmp(type, "dapo") != 0 || mt_yaml_get(mapping, "kl_loss_fn");
+        if (has_loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
+    }
+    free(type), free(loss);
+}
+
 /* Changes the entry of a key whose value depends on other keys too. */
 static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_role_entry *entry) {
     double number = 0;
@@ -311,6 +334,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         snprintf(reason, sizeof reason, "can only be train_batch_size here: %s", row->text);
         entry->kind = same ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, same ? row->text : reason);
+    } else if (row->kind == MT_KEY_ALGORITHM) {
+        derive_algorithm(r, mapping, entry);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
@@ -491,6 +516,12 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     char value[400];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_EXPERIENCE && r->stage && strcmp(r->stage, "sft") == 0)
+        return take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_EXPERIENCE) {
+        add_entry(r, MT_ENTRY_UNUSED, line, "Trinity-RFT's explorer and buffer");
+        return 0;
+    }
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
     bool is_off =
@@ -666,6 +697,12 @@ static const mt_yaml_node *find_verl(reader *r) {
     return config && mt_yaml_get(config, "actor_rollout_ref") ? config : NULL;
 }
 
+/* True for a file of Trinity-RFT, which may leave verl's keys out. */
+static bool is_trinity(const reader *r) {
+    const mt_yaml_node *root = r->yaml->root;
+    return mt_yaml_get(mt_yaml_get(root, "algorithm"), "algorithm_type") && mt_yaml_get(root, "buffer");
+}
+
 /* The roles of a file, with ", " between them. */
 static void list_roles(reader *r, char roles[400]) {
     static const char *const names[] = {"sft_train",   "student",   "teacher", "actor_train",
@@ -675,6 +712,7 @@ static void list_roles(reader *r, char roles[400]) {
     *roles = 0;
     const mt_yaml_node *root = find_verl(r), *rewards = mt_yaml_get(r->yaml->root, "rewards");
     const mt_yaml_node *group = root ? mt_yaml_get(root, "actor_rollout_ref") : NULL;
+    if (!group && is_trinity(r)) used += (size_t)snprintf(roles, 400, "actor_train, actor_infer, reference");
     if (!root) root = r->yaml->root;
     for (size_t i = 0; group && i < 3; i++)
         if (mt_yaml_get(group, verl[i][0]))
@@ -728,9 +766,10 @@ static bool is_idle_in_loss(const reader *r, const char *root, const char *optio
     const char *variant = loss ? loss->values.items[0] : "ppo";
     bool is_verl = strcmp(root, "roll") != 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
     bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
+    bool is_trinity = strcmp(root, "trinity") == 0; // one loss_agg_mode is for all of its losses
     if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
     if (strncmp(key, "pg_clip", 7) == 0) return !is_verl && strcmp(variant, "cispo") == 0;
-    return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence;
+    return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence && !is_trinity;
 }
 
 static void drop_idle_in_loss(reader *r, const char *root) {
@@ -858,6 +897,15 @@ static bool has_training_strategy(reader *r) {
     return trains;
 }
 
+/* The stage of Trinity-RFT's actor: fine-tuning, by algorithm_type, or the one at hand. */
+static const mt_role_stage *trinity_stage(reader *r, const mt_role_stage *stage) {
+    char *type = sibling_text(r, mt_yaml_get(r->yaml->root, "algorithm"), "algorithm_type");
+    if (type && strcmp(type, "sft") == 0)
+        for (stage = mt_role_stages; strcmp(stage->stage, "sft") != 0;) stage++;
+    free(type);
+    return stage;
+}
+
 static int read_document(reader *r) {
     mt_yaml_node *root = r->yaml->root;
     char roles[400];
@@ -871,7 +919,11 @@ static int read_document(reader *r) {
     r->config->trains = r->stage && has_training_strategy(r);
     list_roles(r, roles);
     const mt_yaml_node *verl = find_verl(r);
-    const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";
+    const char *section = verl == root ? "verl" : verl || is_trinity(r) ? "trinity" : "roll";
+    bool has_no_sections = !verl && is_trinity(r); // of roles
+    if (has_no_sections) r->has_role = mt_choice_index("actor_train|actor_infer|reference", r->role) >= 0;
+    if (is_trinity(r) && verl != root && strcmp(r->role, "actor_train") == 0) stage = trinity_stage(r, stage);
+    r->stage = stage->stage;
     if (take_section(r, root, section, 1) != 0) return -1;
     if (r->has_role && r->stage) add_stage(r, stage, section);
     if (r->has_role && strcmp(r->role, "actor_infer") == 0) add_defaults(r, section);
