@@ -412,7 +412,7 @@ const mt_option mt_option_table[] = {
     {.help = "multi-token prediction"},
     {"mtp-num-layers", MT_INT, MT_AT(stack.mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
      "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3",
-     .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
+     .needs = "any: position-embedding-type rope|none",
      .excludes = "any: pipeline-schedule zb-h1"}, // their backward is not split
     {"mtp-loss-scaling-factor", MT_REAL, MT_AT(stack.mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
      "weight of the mean of their losses", .needs = "mtp-num-layers"},
