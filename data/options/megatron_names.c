@@ -459,8 +459,7 @@ static const struct {
      "decrease-batch-size-if-needed grad-norm-skip-threshold iterations-to-skip "
      "per-dataset-sequences-path phase-transition-iterations skip-train "},
     {MT_NAME_UNSUPPORTED, "other forms of evaluation",
-     "eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets start-eval-at-iter "
-     "validation-set-names"},
+     "eval-global-batch-size eval-micro-batch-size start-eval-at-iter"},
     {MT_NAME_UNSUPPORTED, "other tokenizers", "null-tokenizer-eod-id null-tokenizer-pad-id"},
     {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
      "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "

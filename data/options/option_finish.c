@@ -259,6 +259,17 @@ static int mt_options_check_prefixes(const mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+static int mt_options_check_validation_sets(const mt_run_options *o, mt_error *error) {
+    int64_t names = o->validation_set_names.count, sets = o->valid_data_path.count;
+    for (int64_t i = 0; i < names; i++)
+        if (strpbrk(o->validation_set_names.items[i], "\"\\\n\r\t"))
+            return mt_error_set(error, "--validation-set-names: a name has no quotes, backslashes, tabs or line ends");
+    if (names == 0 || names == sets) return 0;
+    return mt_error_set(error,
+                        "--validation-set-names has %lld names, and --valid-data-path %lld sets; make them equal",
+                        (long long)names, (long long)sets);
+}
+
 /* Names all that a run lacks, where it lacks several kinds of options; the rules of each name one. */
 static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
     bool converts = mt_options_converts(o),
@@ -300,6 +311,7 @@ static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
                             cuts && o->reset_position_ids ? "reset-position-ids"
                             : cuts                        ? "reset-attention-mask"
                                                           : "eod-mask-loss");
+    if (mt_options_check_validation_sets(o, error) != 0) return -1;
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
 
