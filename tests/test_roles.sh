@@ -36,7 +36,7 @@ refuses_changes() {
 
 # unused KEY REASON: the last output has the key among those without effect.
 unused() {
-    says "^ *[0-9]*  $1  *$2" "$work/out"
+    says "^ *[0-9-]*  $1  *$2" "$work/out"
 }
 
 # refuses PATTERN LINE...: a file of these lines for the role sft_train.
@@ -201,6 +201,8 @@ EOF
         sets data.max_prompt_length seq-length 544 && sets '(absent: max_response_length)' max-new-tokens 512 &&
         sets '(absent: total_epochs)' train-epochs 30 && sets '(absent: dtype)' bf16 true &&
         sets '(absent: seed)' seed 42 && says 'rewards: --reward exact, as' "$work/out" || return 1
+    prints "$work/partial.yaml" actor_train actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=16 \
+        $small && unused actor_rollout_ref.model.lora_alpha 'of no use in this run' || return 1
     printf 'actor_rollout_ref: {actor: {optim: {}}, rollout: {n: 3}}\nalgorithm: {adv_estimator: grpo}\n' \
         >"$work/partial.yaml"
     prints "$work/partial.yaml" actor_train && sets '(absent: train_batch_size)' rollout-batch-size 1024 &&
@@ -1269,6 +1271,28 @@ examples_of_roll_are_accepted() {
     [ $accepted -ge 38 ] && [ $trained -ge 16 ]
 }
 
+# verl's generated file with the words of a run's command, as its examples start it: GRPO, and PPO with a critic.
+generated_file_of_verl_trains() {
+    for i in 1 2 3 4 5 6 7 8; do
+        printf '{"data_source": "x", "prompt": [{"role": "user", "content": "Say %d"}], "reward_model": ' $i
+        printf '{"style": "rule", "ground_truth": "%d"}}\n' $i
+    done >"$work/verl.jsonl"
+    for words in 'grpo actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.use_kl_loss=True' \
+        'gae actor_rollout_ref.rollout.n=1 critic.optim.lr=1e-5 critic.ppo_micro_batch_size_per_gpu=1'; do
+        # shellcheck disable=SC2086
+        "$train" --config "$shared/yaml/verl/ppo_megatron_trainer-0.9.1.yaml" --role actor_train \
+            "data.train_files=['$work/verl.jsonl']" data.val_files=null data.train_batch_size=4 \
+            data.max_prompt_length=56 data.max_response_length=8 actor_rollout_ref.actor.ppo_mini_batch_size=2 \
+            actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+            actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+            trainer.logger='["console","wandb"]' trainer.n_gpus_per_node=1 trainer.total_epochs=1 \
+            trainer.default_local_dir="$work/verl.run" +trainer.val_before_train=False \
+            algorithm.adv_estimator=$words $small --overwrite >"$work/out" 2>"$work/err" &&
+            says '^     2/2 .* reward ' "$work/out" && says 'saved iteration 2' "$work/out" || return 1
+        rm -rf "$work/verl.run"
+    done
+}
+
 # roll-sft.yaml as it stands, with the shape and the data of a small run.
 roll_sft_trains() {
     mkdir -p "$work/sft/data" && cp "$shared/yaml/roll-sft.yaml" "$work/sft" || return 1
@@ -1394,6 +1418,7 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
 fi
 if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
+    check generated_file_of_verl_trains generated_file_of_verl_trains
     check examples_of_roll_are_accepted examples_of_roll_are_accepted
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
     check roll_dpo_trains roll_dpo_trains
