@@ -852,11 +852,21 @@ static void note_unread(reader *r, json_t *object) {
     }
 }
 
+/* Messages that are a text in JSON, as in ROLL's files, are made a list. */
+static void unpack_messages(const reader *r, json_t *object) {
+    const char *name = r->config->messages_key ? r->config->messages_key : "messages";
+    const char *text = json_string_value(json_object_get(object, name));
+    json_t *list = text && *text == '[' ? json_loads(text, JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES, NULL) : NULL;
+    if (json_is_array(list)) json_object_set(object, name, list);
+    json_decref(list);
+}
+
 static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
     // NUL is an ordinary character. Integers stay ones: templates write those of tools.
     const size_t flags = JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
+    unpack_messages(r, object);
     int status = check_line(object, error);
     if (status == 0) status = read_settings(r, object, error);
     if (status == 0)

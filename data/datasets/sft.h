@@ -76,11 +76,12 @@ typedef struct mt_sft_config {
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing; with `ref_logps` also ref_chosen_logp and ref_rejected_logp, which TRL calls
  *   ref_chosen_logps or reference_chosen_logps
- * A list of messages may be called "conversations", with "from" and "value" (ShareGPT). A line may have a "system"
- * text, and beside a prompt a "history" of pairs of texts (Alpaca). A response may be a whole conversation that holds
- * the prompt, which is then written once. A message of the assistant with one of the marks "weight", "loss_weight",
- * "loss", "train", "training" and "trainable" that is 0 or false is not trained on. Fields that would make another
- * sample of a line and are not supported are errors; others that are not read are named in the log.
+ * A list of messages may be a text in JSON (ROLL), or be called "conversations", with "from" and "value" (ShareGPT). A
+ * line may have a "system" text, and beside a prompt a "history" of pairs of texts (Alpaca). A response may be a whole
+ * conversation that holds the prompt, which is then written once. A message of the assistant with one of the marks
+ * "weight", "loss_weight", "loss", "train", "training" and "trainable" that is 0 or false is not trained on. Fields
+ * that would make another sample of a line and are not supported are errors; others that are not read are named in the
+ * log.
  *
  *   {"prompt": "...", "answer": "..."} with `prompts`; the prompt may be a list of messages, or "messages"; the answer
  * a number. Samples are the tokens up to the header of the response; those above seq_length are left out
