@@ -139,6 +139,21 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     const char *pattern = o->hybrid_override_pattern;
     int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
     const char *other = pattern + strspn(pattern, "M*-E");
+    if (*other == '/')
+        return mt_error_set(
+            error,
+            "--hybrid-override-pattern '%.100s' has modules of multi-token prediction (/), which layers "
+            "with one half do not have here; leave them out",
+            pattern);
+    if (*other && strchr("GD+", *other))
+        return mt_error_set(error,
+                            "--hybrid-override-pattern '%.100s' has %s (%c), which layers with one half do not have "
+                            "here; --experimental-attention-variant and --multi-latent-attention have such layers",
+                            pattern,
+                            *other == 'G'   ? "gated delta nets"
+                            : *other == 'D' ? "sparse attention"
+                                            : "latent attention",
+                            *other);
     if (*other || count == 0)
         return mt_error_set(error,
                             "--hybrid-override-pattern expects a letter for each layer, M (Mamba-2), * (attention), - "
