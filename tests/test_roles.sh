@@ -131,6 +131,8 @@ words_of_hydra_change_keys() {
         sets sequence_length seq-length 16 && says '^ *-  seed  ' "$work/out" &&
         says '^  seed  *7  *# command line$' "$work/out" &&
         says '^  seq-length  *16  *# hydra.yaml:7$' "$work/out" || return 1
+    prints "$work/hydra.yaml" sft_train 'sft_train.model_args={lora_rank: 9}' 'sft_train.training_args.run_name=a: b' &&
+        sets sft_train.model_args.lora_rank lora-rank 9 && sets sft_train.model_args.dtype bf16 true || return 1
     prints "$work/hydra.yaml" sft_train lengths.prompt=32 seed=7 --seed 9 && shows seed 9 && shows seq-length 8 ||
         return 1
     "$infer" --config "$work/hydra.yaml" --role actor_infer --print-config sft_train.model_args.dtype=fp32 \

@@ -631,7 +631,8 @@ static char *nest(const char *path, const char *value) {
         fprintf(file, "%s%*s%.*s:", depth ? "\n" : "", depth, "", (int)strcspn(at, ".="), at);
         depth++;
     }
-    bool is_text = !*value || strchr("*&!%@`#|>", *value) || strstr(value, ": ") || strstr(value, " #");
+    bool is_flow = *value && strchr("[{\"'", *value);
+    bool is_text = !*value || strchr("*&!%@`#|>", *value) || (!is_flow && (strstr(value, ": ") || strstr(value, " #")));
     json_t *quoted = is_text ? json_string(value) : NULL;
     char *written = quoted ? json_dumps(quoted, JSON_ENCODE_ANY) : NULL;
     fprintf(file, " %s\n", written ? written : value);
