@@ -214,11 +214,12 @@ $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
-# The program in Python that renders chat templates, as a text of C.
-$(B)/data/tokens/jinja_program.h: data/tokens/jinja.py $(B)/flags
+# The programs in Python that render chat templates and read files of Parquet, as texts of C.
+$(B)/data/tokens/jinja_program.h $(B)/data/datasets/parquet_program.h: $(B)/%_program.h: %.py $(B)/flags
 	@mkdir -p $(@D)
 	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
 $(B)/data/tokens/jinja.o $(B)/pic/data/tokens/jinja.o: $(B)/data/tokens/jinja_program.h
+$(B)/data/datasets/parquet.o $(B)/pic/data/datasets/parquet.o: $(B)/data/datasets/parquet_program.h
 $(B)/%.cu.o: %.cu $(B)/flags
 	@mkdir -p $(@D); $(call progress,NVCC $<)
 	$(Q)$(NVCC) $(ALL_NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@

@@ -4,6 +4,7 @@
 #include "data/base/file.h"
 #include "data/tokens/prompts.h"
 #include "data/models/generate.h"
+#include "data/options/option_finish.h"
 #include "data/checkpoint/adapter.h"
 #include "data/checkpoint/adapter_merge.h"
 #include "data/checkpoint/convert.h"
@@ -175,7 +176,7 @@ static void score(mt_inference *r) {
     mt_model_plan plan;
     mt_scoring *scoring;
     int64_t tokens;
-    if (mt_text_ends_with(r->options.score, ".jsonl")) mt_inference_open_tokenizer(r);
+    if (mt_options_score_samples(&r->options)) mt_inference_open_tokenizer(r);
     int status = mt_scoring_open(&scoring, &r->options, r->tokenizer, r->tokenizer_path, &plan, &error);
     if (status != 0 && *r->no_tokenizer.text) {
         mt_error why = error;

@@ -1719,7 +1719,7 @@ static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_st
 }
 
 static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t T = a->T, C = a->C;
+    int64_t T = a->T, C = a->C, y_stride = mt_layernorm_stride(a->y_stride, C);
     mt_scratch scratch = mt_scratch_reserve(4 * C);
     void *y = mt_result_open(&a->quantize, a->y, T * C, dtype);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
@@ -1728,7 +1728,7 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
         const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype), sum = 0, squares = 0, offset = a->w_offset;
+        float *out = mt_row_open(slice + 3 * C, y, t * y_stride, dtype), sum = 0, squares = 0, offset = a->w_offset;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
@@ -1738,22 +1738,22 @@ static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_s
         a->mean[t] = center, a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * (weight[c] + offset) + bias[c];
-        mt_row_close(y, t * C, out, C, dtype);
+        mt_row_close(y, t * y_stride, out, C, dtype);
     }
     mt_result_close(&a->quantize, y, dtype, stream);
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
 static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t T = a->T, C = a->C;
-    mt_norm_backward_weight(a, C, C, dtype);
+    int64_t T = a->T, C = a->C, dy_stride = mt_layernorm_stride(a->dy_stride, C);
+    mt_norm_backward_weight(a, dy_stride, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
         const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
         const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * dy_stride, C, dtype);
         const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
         float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
         float center = a->mean[t], factor = a->rstd[t], offset = a->w_offset, sum = 0, projection = 0;
@@ -6160,6 +6160,12 @@ static const mt_role_row mt_role_rows[] = {
             "hnorm.weight", [MT_NAMES_MIMO] = "hidden_layernorm.weight"),
     MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0,
             "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_embedding_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM),
+            0, "enorm.bias"),
+    MT_ROLE(MTP_HIDDEN_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_hidden_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
+            "hnorm.bias"),
+    MT_ROLE(MTP_FINAL_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_final_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
+            "shared_head.norm.bias"),
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
             "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
@@ -7282,11 +7288,19 @@ static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const 
     return a;
 }
 
+/* The operation of the model's kind of norm, RMSNorm or LayerNorm. */
+static void mt_norm_forward_of(const mt_model *m, const mt_pass *p, const mt_norm_args *a) {
+    (a->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(a, m->dtype, p->stream);
+}
+static void mt_norm_backward_of(const mt_model *m, const mt_pass *p, const mt_norm_args *a) {
+    (a->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(a, m->dtype, p->stream);
+}
+
 /* n = norm(x[rows, C]). */
 static void mt_norm_forward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n, const void *x) {
     mt_norm_args a = mt_norm_operands(m, p, w, n);
     a.x = x;
-    (n->mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
+    mt_norm_forward_of(m, p, &a);
 }
 
 /* dx = dresidual + gradient of x through the norm, from dy, that of its output; dresidual may be NULL, or dx. */
@@ -7294,7 +7308,7 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
                              const void *dresidual, const void *dy, const void *x) {
     mt_norm_args a = mt_norm_operands(m, p, w, n);
     a.x = x, a.dy = dy, a.dresidual = dresidual, a.dx = dx;
-    (n->mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
+    mt_norm_backward_of(m, p, &a);
 }
 
 /* The operands of a dropout, except x, residual and out. */
@@ -10173,6 +10187,7 @@ typedef struct mt_output {
     void *embedded;                     // [R, C] embedding of the module's token
     void *joined;                       // [R, 2C] normalised embedding and normalised hidden state
     float *embedded_rstd, *hidden_rstd; // [R]
+    float *embedded_mean, *hidden_mean; // [R] with LayerNorm; else NULL
 } mt_output;
 
 /* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
@@ -10733,7 +10748,8 @@ static int64_t mt_mtp_column(const mt_model *m, int half) {
 static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, int half) {
     const mt_layer *w = mt_mtp_layer(m, p, k);
     const mt_output *a = &p->mb->outputs[1 + k];
-    mt_normed n = {.rstd = half ? a->hidden_rstd : a->embedded_rstd,
+    mt_normed n = {.mean = half ? a->hidden_mean : a->embedded_mean,
+                   .rstd = half ? a->hidden_rstd : a->embedded_rstd,
                    .y = mt_at(a->joined, mt_mtp_column(m, half), m->dtype)};
     mt_norm_args norm = mt_norm_operands(m, p, half ? &w->mtp_hidden_norm : &w->mtp_embedding_norm, &n);
     norm.x = half ? p->mb->outputs[k].norm.y : a->embedded; // output 0 is the main model's
@@ -10745,7 +10761,7 @@ static mt_norm_args mt_mtp_norm(const mt_model *m, const mt_pass *p, int64_t k, 
 static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *out) {
     for (int half = 0; half < 2; half++) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
-        m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+        mt_norm_forward_of(m, p, &norm);
     }
     mt_linear_io projection = {.x = p->mb->outputs[1 + k].joined, .y = out};
     mt_linear_forward(mt_linears(p), &mt_mtp_layer(m, p, k)->mtp_projection, &projection);
@@ -10760,7 +10776,7 @@ static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k, const
     for (int half = 1; half >= 0; half--) {
         mt_norm_args norm = mt_mtp_norm(m, p, k, half);
         norm.dy = mt_at(djoined, mt_mtp_column(m, half), m->dtype), norm.dx = half ? dhidden : dembedded;
-        m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+        mt_norm_backward_of(m, p, &norm);
     }
 }
 
@@ -13777,6 +13793,8 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
     if (i > 0) {
         MT_OUTPUT_SLOT(s, embedded, R, m->C, m->dtype), MT_OUTPUT_SLOT(s, joined, R, 2 * m->C, m->dtype);
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
+        if (m->options->normalization == MT_LAYERNORM)
+            MT_OUTPUT_SLOT(s, embedded_mean, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_mean, R, 1, MT_F32);
     }
     if (m->stages[mb->chunk].loss) {
         mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);

@@ -1117,7 +1117,7 @@ typedef struct mt_norm_args {
     const void *dresidual;      // [T, H, C], added to the gradient; may be NULL or dx; it has dx's stride
     void *dx;                   // [T, H, C]: the backward's result
     float *dw, *db;             // [C] +=; db: LayerNorm only
-    int64_t x_stride, y_stride; // elements between tokens; rmsnorm only, LayerNorm's rows are packed
+    int64_t x_stride, y_stride; // elements between tokens. LayerNorm: y_stride and dy_stride, 0: C; x and dx are packed
     int64_t dx_stride, dy_stride;
     const float *means; // rmsnorm, H = 1, where other ranks have more channels of the row: [T], over all channels,
                         // of x^2 (forward) or dy (w + w_offset) x (backward); NULL: computed here
@@ -1130,6 +1130,11 @@ typedef struct mt_norm_args {
      * mt_activation_args */
     mt_quantize_args quantize;
 } mt_norm_args;
+
+/* Elements between the tokens of LayerNorm's y or dy. */
+static inline int64_t mt_layernorm_stride(int64_t stride, int64_t C) {
+    return stride > 0 ? stride : C;
+}
 
 /* Bytes that a forward of norms writes less if y is in fp8. */
 static inline int64_t mt_norm_saved_bytes(const mt_norm_args *a, mt_dtype dtype) {
@@ -2947,8 +2952,11 @@ typedef enum mt_role {
     MT_SHARED_UP,
     MT_SHARED_DOWN,
     MT_SHARED_EXPERT_GATE, // a token's weight of the shared expert, before the sigmoid
-    MT_MTP_EMBEDDING_NORM, // this and the next three: a module of multi-token prediction, around its layer
+    MT_MTP_EMBEDDING_NORM, // this and the next six: a module of multi-token prediction, around its layer
     MT_MTP_HIDDEN_NORM,
+    MT_MTP_EMBEDDING_NORM_BIAS,
+    MT_MTP_HIDDEN_NORM_BIAS,
+    MT_MTP_FINAL_NORM_BIAS,
     MT_MTP_PROJECTION,
     MT_MTP_FINAL_NORM,
     MT_EXPERT_GATE_BIAS,

@@ -33,9 +33,10 @@ static void check_replicas(mt_run *r) {
     if (mt_train_bad_iteration(r->model) == 0) mt_run_check(r, mt_train_check_replicas(r->model, &error), &error);
 }
 
-/* Samples of an evaluation of a split: --eval-iters batches. */
+/* Samples that an evaluation of a split takes from it: --eval-iters batches; with --full-validation always the same. */
 static int64_t evaluated_samples(const mt_run *r, mt_split split) {
-    return r->loaders[split] ? r->options.eval_iters * r->options.stack.global_batch_size : 0;
+    bool whole = split == MT_SPLIT_VALID && r->options.full_validation;
+    return r->loaders[split] && !whole ? r->options.eval_iters * r->options.stack.global_batch_size : 0;
 }
 
 /* Where the micro-batches of a feed come from. */
@@ -52,17 +53,17 @@ static source take_samples(mt_run *r, mt_feed *feed) {
     return (source){mt_reference_batch, r->reference};
 }
 
-/* Mean loss over the batches of a split from a sample on. It may take long, so a stop ends it after a batch; true
- * then. */
-static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first) {
+/* Mean loss over whole batches of `samples` samples from a sample on. It may take long, so a stop ends it after a
+ * batch; true then. */
+static bool evaluate(mt_run *r, mt_loader *loader, const char *name, int64_t first, int64_t samples) {
     mt_error error;
     double sums[2] = {0};
-    int64_t end = first + evaluated_samples(r, split), batch = r->options.stack.global_batch_size;
+    int64_t end = first + samples, batch = r->options.stack.global_batch_size;
     if (end == first) return false;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
     for (; first < end; first += batch) {
-        mt_feed feed = mt_feed_begin(r->loaders[split], first, batch, &r->grid);
+        mt_feed feed = mt_feed_begin(loader, first, batch, &r->grid);
         source from = take_samples(r, &feed);
         int64_t count = feed.micro_batches;
         mt_run_check(r, mt_evaluate_sums(r->model, count, from.read, from.context, &r->batch, sums, &error), &error);
@@ -70,6 +71,25 @@ static bool evaluate(mt_run *r, mt_split split, const char *name, int64_t first)
         if (first + batch < end && should_stop(r)) return true;
     }
     mt_report_evaluation(&r->report, &r->state, name, sums[1] > 0 ? sums[0] / sums[1] : NAN);
+    return false;
+}
+
+/* Evaluates the validation data: batches from a sample on, or, with --full-validation, every set. */
+static bool validate(mt_run *r, int64_t first) {
+    mt_loader *loader = r->loaders[MT_SPLIT_VALID];
+    const mt_strings *names = &r->options.validation_set_names;
+    if (!loader || !r->options.full_validation)
+        return evaluate(r, loader, "validation", first, evaluated_samples(r, MT_SPLIT_VALID));
+    for (int64_t i = 0; i <= r->num_more_loaders; i++) {
+        char name[120] = "validation";
+        if (names->count > 0)
+            snprintf(name, sizeof name, "validation-%.90s", names->items[i]);
+        else if (r->options.multiple_validation_sets)
+            snprintf(name, sizeof name, "validation-%lld", (long long)i);
+        if (i > 0) loader = r->more_loaders[i - 1];
+        int64_t batch = r->options.stack.global_batch_size, count = mt_loader_count(loader);
+        if (evaluate(r, loader, name, 0, mt_divide_up(count, batch) * batch)) return true;
+    }
     return false;
 }
 
@@ -153,7 +173,7 @@ static void train(mt_run *r) {
         if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
         if (stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) mt_run_save_progress(r);
         if (!validates) continue;
-        stop = evaluate(r, MT_SPLIT_VALID, "validation", first) || stop || should_stop(r);
+        stop = validate(r, first) || stop || should_stop(r);
         validated = iteration;
         if (stop) mt_run_save_progress(r);
     }
@@ -165,9 +185,8 @@ static void train(mt_run *r) {
     }
     // saved first, as in Megatron: a longer run, which skips this evaluation, resumes with its own validation samples
     if (r->last_saved != r->state.iteration && !saved) mt_run_save(r); // also without a step: converts
-    if (validated != r->state.iteration)
-        stop = evaluate(r, MT_SPLIT_VALID, "validation", r->state.consumed_valid_samples);
-    if (stop || evaluate(r, MT_SPLIT_TEST, "test", 0))
+    if (validated != r->state.iteration) stop = validate(r, r->state.consumed_valid_samples);
+    if (stop || evaluate(r, r->loaders[MT_SPLIT_TEST], "test", 0, evaluated_samples(r, MT_SPLIT_TEST)))
         mt_report_line(&r->report, "stopped early, in an evaluation after iteration %lld",
                        (long long)r->state.iteration);
 }

@@ -314,10 +314,11 @@ extern "C" void mt_cuda_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, m
 
 extern "C" void mt_cuda_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->b, a->quantize.rows.data}, {a->C}),
+    int64_t y_stride = mt_layernorm_stride(a->y_stride, a->C);
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->b, a->quantize.rows.data}, {a->C, y_stride}),
                [&](auto type, auto width) {
                    using E = decltype(type);
-                   launch_forward<true, false, E, decltype(width)::value>(forward_task_of<E>(a, 1, a->C, a->C),
+                   launch_forward<true, false, E, decltype(width)::value>(forward_task_of<E>(a, 1, a->C, y_stride),
                                                                           &a->quantize, mt_cuda_stream(stream));
                });
 }
@@ -827,5 +828,5 @@ extern "C" void mt_cuda_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, 
 }
 
 extern "C" void mt_cuda_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    launch_backward<true>(a, 1, a->C, a->C, a->C, dtype, stream);
+    launch_backward<true>(a, 1, a->C, mt_layernorm_stride(a->dy_stride, a->C), a->C, dtype, stream);
 }

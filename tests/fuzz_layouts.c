@@ -174,8 +174,7 @@ static const row model_rows[] = {
     {15, "", "latent&output-gate", "--value-channels 6;--value-channels 12"},
     {10, "", "latent", "--attention-value-scale 0.7"},
     {100, "", "", DROPOUT ";" DROPOUT ";--hidden-dropout 0 --attention-dropout 0.2"},
-    {20, "RMSNorm", "RMSNorm&type none", "--mtp-num-layers 1"},
-    {30, "RMSNorm&embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
+    {30, "embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
 
     {20, "", "",
      "--sft --seq-length 64;--sft --sequence-packing --seq-length 48;--sft --variable-seq-lengths --seq-length "

@@ -80,8 +80,9 @@ typedef enum subject {
     MTP, // two modules of multi-token prediction
     MTP_TIED,
     MTP_PACKED,
-    MTP_LATENT, // with experts, as in DeepSeek-V3
-    DELAYED,    // LLAMA in fp8
+    MTP_LAYERNORM, // with biases of all norms and linears
+    MTP_LATENT,    // with experts, as in DeepSeek-V3
+    DELAYED,       // LLAMA in fp8
     TENSORWISE,
     BLOCKWISE,
     MXFP8,
@@ -190,6 +191,9 @@ static const struct {
              1},
     [MTP_TIED] = {QWEN_LIKE " --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --global-batch-size 8", 1},
     [MTP_PACKED] = {QWEN_LIKE " --untie-embeddings-and-output-weights --mtp-num-layers 2 --global-batch-size 8", 2},
+    [MTP_LAYERNORM] = {" --num-layers 4 --kv-channels 8 --position-embedding-type rope --mtp-num-layers 2"
+                       " --mtp-loss-scaling-factor 0.3 --global-batch-size 8",
+                       1},
     [MTP_LATENT] = {LATENT_LIKE " --q-lora-rank 10" ROUTED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3", 1},
     [DELAYED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" SCALED, 1},
     [TENSORWISE] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "tensorwise", 1},
@@ -1296,9 +1300,14 @@ static const layout with_multi_token_prediction[] = {
     {2, MTP, SHARD "optim_grads_params" PREFETCH},
     {2, MTP_TIED, SHARD "optim_grads_params" PREFETCH},
     {2, MTP_PACKED, TP "2" SP MICRO "2"},
+    {2, MTP_LAYERNORM, TP "2" SP},
+    {2, MTP_LAYERNORM, PP "2"},
+    {2, MTP_LAYERNORM, CP "2"},
     {2, MTP_LATENT, EP "2"},
     {2, MTP_LATENT, PP "2" VP "2"},
     {4, MTP, PP "4"},
+    {4, MTP_LAYERNORM, TP "2" SP PP "2"},
+    {4, MTP_LAYERNORM, PP "2" SHARD "optim_grads_params" PREFETCH},
     {4, MTP_TIED, PP "4" STAGES "Ett|t||tmL"},
     {4, MTP, TP "2" SP PP "2" STAGES "E|tt|tt|mmL"},
     {4, MTP, PP "2" SHARD "optim_grads_params" PREFETCH},

@@ -196,7 +196,8 @@ static void rmsnorm_backward(run *r, const int64_t *n) {
 static void layernorm_forward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
     mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .w_offset = weight_offset};
-    a.y = output(r, T * C), a.x = input(r, T * C), a.w = input(r, C), a.b = input(r, C);
+    if (n[3] > 0) a.y_stride = C + n[3];
+    a.y = output(r, T * (C + n[3])), a.x = input(r, T * C), a.w = input(r, C), a.b = input(r, C);
     a.mean = float_output(r, T), a.rstd = float_output(r, T);
     r->ops->layernorm_forward(&a, r->dtype, r->stream);
 }
@@ -204,9 +205,10 @@ static void layernorm_forward(run *r, const int64_t *n) {
 static void layernorm_backward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
     mt_norm_args a = {.T = T, .H = 1, .C = C, .w_offset = weight_offset};
+    if (n[4] > 0) a.dy_stride = C + n[4];
     a.dx = n[5] == 2 ? changed(r, T * C) : output(r, T * C);
     a.dresidual = n[5] == 2 ? a.dx : n[5] == 1 ? input(r, T * C) : NULL;
-    a.dy = input(r, T * C), a.x = input(r, T * C), a.w = input(r, C);
+    a.dy = input(r, T * (C + n[4])), a.x = input(r, T * C), a.w = input(r, C);
     a.dw = float_changed(r, C, NORMAL), a.db = float_changed(r, C, NORMAL);
     a.mean = float_input(r, T, NORMAL), a.rstd = float_input(r, T, POSITIVE);
     r->ops->layernorm_backward(&a, r->dtype, r->stream);

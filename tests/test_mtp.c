@@ -55,10 +55,25 @@ static void multiply(double *y, const double *w, const double *x, int64_t n, int
     }
 }
 
-static void normalize(double *y, const double *x, const double *w, double epsilon) {
-    double square = 0;
-    for (int64_t i = 0; i < CHANNELS; i++) square += x[i] * x[i] / CHANNELS;
-    for (int64_t i = 0; i < CHANNELS; i++) y[i] = x[i] / sqrt(square + epsilon) * w[i];
+/* The role of a norm's biases. */
+static mt_role bias_of(mt_role norm) {
+    return norm == MT_INPUT_NORM           ? MT_INPUT_NORM_BIAS
+           : norm == MT_MLP_NORM           ? MT_MLP_NORM_BIAS
+           : norm == MT_MTP_EMBEDDING_NORM ? MT_MTP_EMBEDDING_NORM_BIAS
+           : norm == MT_MTP_HIDDEN_NORM    ? MT_MTP_HIDDEN_NORM_BIAS
+           : norm == MT_MTP_FINAL_NORM     ? MT_MTP_FINAL_NORM_BIAS
+                                           : MT_FINAL_NORM_BIAS;
+}
+
+/* RMSNorm, or LayerNorm, which subtracts the mean and adds biases. */
+static void normalize(const reference *r, double *y, const double *x, mt_role norm, int64_t layer) {
+    bool is_layernorm = r->options->normalization == MT_LAYERNORM;
+    const double *w = weight(r, norm, layer), *b = is_layernorm ? weight(r, bias_of(norm), layer) : NULL;
+    double square = 0, mean = 0, offset = r->options->layernorm_zero_centered_gamma;
+    for (int64_t i = 0; i < CHANNELS && is_layernorm; i++) mean += x[i] / CHANNELS;
+    for (int64_t i = 0; i < CHANNELS; i++) square += (x[i] - mean) * (x[i] - mean) / CHANNELS;
+    for (int64_t i = 0; i < CHANNELS; i++)
+        y[i] = (x[i] - mean) / sqrt(square + r->options->norm_epsilon) * (w[i] + offset) + (b ? b[i] : 0);
 }
 
 static void turn(double *x, int64_t position) {
@@ -73,9 +88,9 @@ static void turn(double *x, int64_t position) {
 /* One transformer layer on x[n][CHANNELS], in place, at positions 0 to n - 1. */
 static void layer_forward(const reference *r, int64_t layer, double (*x)[CHANNELS], int64_t n) {
     double q[LENGTH][CHANNELS], k[LENGTH][CHANNELS], v[LENGTH][CHANNELS], y[CHANNELS], z[CHANNELS];
-    double gate[F], up[F], epsilon = r->options->norm_epsilon;
+    double gate[F], up[F];
     for (int64_t t = 0; t < n; t++) {
-        normalize(y, x[t], weight(r, MT_INPUT_NORM, layer), epsilon);
+        normalize(r, y, x[t], MT_INPUT_NORM, layer);
         multiply(q[t], weight(r, MT_Q, layer), y, CHANNELS, CHANNELS);
         multiply(k[t], weight(r, MT_K, layer), y, CHANNELS, CHANNELS);
         multiply(v[t], weight(r, MT_V, layer), y, CHANNELS, CHANNELS);
@@ -100,7 +115,7 @@ static void layer_forward(const reference *r, int64_t layer, double (*x)[CHANNEL
         }
         multiply(z, weight(r, MT_O, layer), y, CHANNELS, CHANNELS);
         for (int64_t i = 0; i < CHANNELS; i++) x[t][i] += z[i];
-        normalize(y, x[t], weight(r, MT_MLP_NORM, layer), epsilon);
+        normalize(r, y, x[t], MT_MLP_NORM, layer);
         multiply(gate, weight(r, MT_GATE, layer), y, F, CHANNELS);
         multiply(up, weight(r, MT_UP, layer), y, F, CHANNELS);
         for (int64_t i = 0; i < F; i++) up[i] *= gate[i] / (1 + exp(-gate[i]));
@@ -127,7 +142,7 @@ typedef struct losses {
 /* One sequence: module k has position t if there is a token t + k, and counts it if that label is unmasked. */
 static void sequence_losses(const reference *r, const mt_batch *batch, const mt_span *span, losses *total) {
     const double *embedding = weight(r, MT_WORD_EMBEDDING, -1);
-    double x[LENGTH][CHANNELS], hidden[LENGTH][CHANNELS], joined[2 * CHANNELS], epsilon = r->options->norm_epsilon;
+    double x[LENGTH][CHANNELS], hidden[LENGTH][CHANNELS], joined[2 * CHANNELS];
     int64_t first = span->q_start, L = r->options->num_layers, labels = 0;
     for (int64_t t = 0; t < span->q_len; t++) labels += batch->loss_mask[first + t] > 0;
     for (int64_t k = 0; k <= MODULES; k++) {
@@ -138,13 +153,13 @@ static void sequence_losses(const reference *r, const mt_batch *batch, const mt_
             if (k == 0) memcpy(x[t], token, sizeof x[t]);
             if (k == 0) continue;
             int64_t second = r->options->hf_family == MT_HF_MIMO ? 0 : CHANNELS; // of the hidden state
-            normalize(joined + CHANNELS - second, token, weight(r, MT_MTP_EMBEDDING_NORM, L + k - 1), epsilon);
-            normalize(joined + second, hidden[t], weight(r, MT_MTP_HIDDEN_NORM, L + k - 1), epsilon);
+            normalize(r, joined + CHANNELS - second, token, MT_MTP_EMBEDDING_NORM, L + k - 1);
+            normalize(r, joined + second, hidden[t], MT_MTP_HIDDEN_NORM, L + k - 1);
             multiply(x[t], weight(r, MT_MTP_PROJECTION, L + k - 1), joined, CHANNELS, 2 * CHANNELS);
         }
         for (int64_t layer = k ? L + k - 1 : 0; layer < L + k; layer++) layer_forward(r, layer, x, n);
         for (int64_t t = 0; t < n; t++) {
-            normalize(hidden[t], x[t], weight(r, k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1), epsilon);
+            normalize(r, hidden[t], x[t], k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1);
             if (batch->loss_mask[first + t + k] == 0) continue;
             sum += token_loss(r, hidden[t], batch->labels[first + t + k]);
             unmasked++;
@@ -278,6 +293,10 @@ static void losses_and_gradients_equal_a_reference_in_double(void **state) {
     check_step("--untie-embeddings-and-output-weights --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7",
                MT_HF_MEGATRON);
     check_step("--mtp-num-layers 2 --mtp-loss-scaling-factor 1.5", MT_HF_MEGATRON);
+    check_step("--mtp-num-layers 2 --normalization LayerNorm", MT_HF_MEGATRON);
+    check_step("--mtp-num-layers 2 --normalization LayerNorm --layernorm-zero-centered-gamma --untie-embeddings-and-"
+               "output-weights",
+               MT_HF_MEGATRON);
     check_step("--mtp-num-layers 2 --add-qkv-bias", MT_HF_MIMO); // MiMo, whose projection has the hidden state first
 }
 
@@ -556,7 +575,6 @@ static void unsupported_options_with_modules_are_refused(void **state) {
         {"--mtp-num-layers 9", "--mtp-num-layers must be in [0,8]"},
         {"--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor needs --mtp-num-layers"},
         {"--mtp-num-layers 1 --mtp-loss-scaling-factor 0", "--mtp-loss-scaling-factor must be in (0,1e6]"},
-        {"--mtp-num-layers 1 --normalization LayerNorm", "needs --normalization RMSNorm"},
         {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope|none"},
         {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
         {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",

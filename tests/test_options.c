@@ -422,7 +422,15 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
         assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o.stack, i), expected));
     }
     mt_options_free(&o);
-    expect_error(RUN "--hybrid-override-pattern M+", "expects a letter for each layer, M (Mamba-2)");
+    expect_error(RUN "--hybrid-override-pattern Mx", "expects a letter for each layer, M (Mamba-2)");
+    expect_error(RUN "--hybrid-override-pattern M+",
+                 "has latent attention (+), which layers with one half do not have");
+    expect_error(RUN "--hybrid-override-pattern GM", "has gated delta nets (G), which");
+    expect_error(RUN "--hybrid-override-pattern M*/*-/*-", "has modules of multi-token prediction (/), which");
+    expect_error(RUN "--mtp-num-layers 2 --mtp-use-repeated-layer",
+                 "applied several times: each has weights of its own");
+    expect_error(RUN "--fim-data", "filling in the middle, whose samples in Megatron-LM depend on the number of ranks");
+    expect_error(RUN "--logits-save-top-p 1", "files of a teacher's logits");
     expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern M", "has 1 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern ME", "has layers of experts (E); give --num-experts");

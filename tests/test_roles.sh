@@ -21,7 +21,7 @@ prints() {
 
 # sets KEY OPTION VALUE: the last output has the key with its option and value.
 sets() {
-    says "^ *[0-9]*  $1  *--$2 $3\$" "$work/out"
+    says "^ *[0-9-]*  $1  *--$2 $3\$" "$work/out"
 }
 
 # Each change, "SED=ERROR", of the file NAME.yaml gives its error: NAME CHANGE...
@@ -36,7 +36,7 @@ refuses_changes() {
 
 # unused KEY REASON: the last output has the key among those without effect.
 unused() {
-    says "^ *[0-9]*  $1  *$2" "$work/out"
+    says "^ *[0-9-]*  $1  *$2" "$work/out"
 }
 
 # refuses PATTERN LINE...: a file of these lines for the role sft_train.
@@ -143,6 +143,70 @@ infer_reads_its_role() {
         >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 6 ] && says 'vllm$' "$work/err"
 }
 
+# Keys on the command line, as Hydra takes them: changed, added, removed; options win over them.
+words_of_hydra_change_keys() {
+    printf '%s\n' 'seed: 5' 'lengths: &l {prompt: 8}' 'a: *l' \
+        'sft_train: {model_args: &m {dtype: bf16, lora_rank: 4},' \
+        '  training_args: {learning_rate: 0.5, max_steps: 3}}' 'actor_infer: {model_args: *m}' \
+        'sequence_length: ${a.prompt}' 'prompt_length: ${lengths.prompt}' >"$work/hydra.yaml"
+    prints "$work/hydra.yaml" sft_train seed=7 sft_train.training_args.learning_rate=1e-3 \
+        '~sft_train.training_args.max_steps' \
+        +sft_train.training_args.num_train_epochs=2 ++sft_train.training_args.weight_decay=0.25 \
+        'sft_train.data_args.file_name=[a.json, "b c.jsonl"]' sft_train.model_args.lora_rank=6 a.prompt=16 \
+        sft_train.data_args.template= || return 1
+    sets seed seed 7 && sets sft_train.training_args.learning_rate lr 0.001 && ! grep -q max_steps "$work/out" &&
+        sets sft_train.training_args.num_train_epochs train-epochs 2 &&
+        sets sft_train.training_args.weight_decay weight-decay 0.25 &&
+        sets sft_train.data_args.file_name train-data-path 'a.json b c.jsonl' &&
+        sets sft_train.model_args.lora_rank lora-rank 6 && sets sft_train.model_args.dtype bf16 true &&
+        sets sequence_length seq-length 16 && says '^ *-  seed  ' "$work/out" &&
+        says '^  seed  *7  *# command line$' "$work/out" &&
+        says '^  seq-length  *16  *# hydra.yaml:7$' "$work/out" || return 1
+    prints "$work/hydra.yaml" sft_train 'sft_train.model_args={lora_rank: 9}' 'sft_train.training_args.run_name=a: b' &&
+        sets sft_train.model_args.lora_rank lora-rank 9 && sets sft_train.model_args.dtype bf16 true || return 1
+    prints "$work/hydra.yaml" sft_train lengths.prompt=32 seed=7 --seed 9 && shows seed 9 && shows seq-length 8 ||
+        return 1
+    "$infer" --config "$work/hydra.yaml" --role actor_infer --print-config sft_train.model_args.dtype=fp32 \
+        >"$work/out" 2>"$work/err" && sets actor_infer.model_args.dtype bf16 true || return 1
+    set -- "$train" --config "$work/hydra.yaml" --role sft_train --print-config
+    refused 'command line: unknown option no_such_key' "$@" sft_train.model_args.no_such_key=1 &&
+        refused 'command line: dtype cannot be fp7: expects' "$@" sft_train.model_args.dtype=fp7 &&
+        refused 'command line: ~sft_train.nothing: .*hydra.yaml has no such key' "$@" '~sft_train.nothing' &&
+        refused 'seed=\[1:.*is not YAML' "$@" 'seed=[1' && refused 'command line: seed expects' "$@" seed=x &&
+        refused "unexpected argument 'se-ed'" "$@" se-ed &&
+        refused "unexpected argument 'a.b=1': such a word changes a key of a file of roles" "$train" --mock-data a.b=1
+}
+
+# Keys of environments change what an actor trains on, not a model that scores.
+environments_concern_training_alone() {
+    printf '%s\n' 'custom_envs: {a: {env_type: sokoban}}' 'train_env_manager: {group_size: 1}' 'render_save_dir: ./r' \
+        'max_tokens_per_step: 4' 'async_generation_ratio: 1' 'reward_normalization: {method: identity}' \
+        'norm_mean_type: batch' 'actor_train: {model_args: {dtype: bf16}}' \
+        'reference: {model_args: {dtype: bf16}, infer_batch_size: 3}' >"$work/environments.yaml"
+    prints "$work/environments.yaml" reference && sets reference.infer_batch_size micro-batch-size 3 &&
+        unused custom_envs 'other roles' && unused async_generation_ratio 'other roles' &&
+        unused render_save_dir 'pictures of environments' &&
+        ! "$train" --config "$work/environments.yaml" --role actor_train --print-config >"$work/out" 2>"$work/err" &&
+        says 'without environments: take prompts from files.*:1: custom_envs, .*:2: train_env_manager' "$work/err" &&
+        says 'can only be 0|0.0 here: .*async_generation_ratio' "$work/err" &&
+        refuses 'images and videos are not read: .*image_max_pixels\|image_max_pixels is not supported: images' \
+            'sft_train: {data_args: {image_max_pixels: 9}}'
+}
+
+# A value that is refused does no harm where the command line has the option.
+refused_values_give_way_to_the_command_line() {
+    printf '%s\n' 'actor_train: {pg_variant: topr, training_args: {lr_scheduler_type: polynomial}}' \
+        >"$work/values.yaml"
+    refused 'pg_variant expects' "$train" --config "$work/values.yaml" --role actor_train --print-config &&
+        refused 'lr_scheduler_type cannot be polynomial' "$train" --config "$work/values.yaml" --role actor_train \
+            --print-config --pg-variant gspo &&
+        prints "$work/values.yaml" actor_train --pg-variant gspo --lr-decay-style cosine && shows pg-variant gspo &&
+        shows lr-decay-style cosine &&
+        unused actor_train.training_args.lr_scheduler_type 'gives way to the command line' &&
+        ! "$train" --config "$work/values.yaml" --role actor_train --print-config --pg-variant gspoo \
+            --lr-decay-style cosine >"$work/out" 2>"$work/err" && says 'pg-variant expects' "$work/err"
+}
+
 # Where a key is absent, ROLL's and verl's defaults hold.
 absent_keys_have_their_defaults() {
     printf '%s\n' 'sft_train: {model_args: {lora_target: "q_proj,v_proj", lora_rank: 6}}' >"$work/lora.yaml"
@@ -170,6 +234,8 @@ EOF
         sets data.max_prompt_length seq-length 544 && sets '(absent: max_response_length)' max-new-tokens 512 &&
         sets '(absent: total_epochs)' train-epochs 30 && sets '(absent: dtype)' bf16 true &&
         sets '(absent: seed)' seed 42 && says 'rewards: --reward exact, as' "$work/out" || return 1
+    prints "$work/partial.yaml" actor_train actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=16 \
+        $small && unused actor_rollout_ref.model.lora_alpha 'of no use in this run' || return 1
     printf 'actor_rollout_ref: {actor: {optim: {}}, rollout: {n: 3}}\nalgorithm: {adv_estimator: grpo}\n' \
         >"$work/partial.yaml"
     prints "$work/partial.yaml" actor_train && sets '(absent: train_batch_size)' rollout-batch-size 1024 &&
@@ -789,6 +855,60 @@ EOF
         says '^     1/1 .* reward ' "$work/out"
 }
 
+# Trinity-RFT 0.6: the layout in trainer.megatron, without verl's keys; algorithms with losses of their own.
+trinity_without_the_keys_of_verl_is_read() {
+    printf '{"question": "Say %d", "answer": "%d"}\n' 1 1 2 2 3 3 4 4 >"$work/say.jsonl"
+    cat >"$work/trinity6.yaml" <<EOF
+mode: both
+checkpoint_root_dir: $work/trinity6.run
+algorithm: {algorithm_type: TYPE, repeat_times: 2, optimizer: {lr: 1e-5}}
+model: {model_path: a/b, max_response_tokens: 4, max_model_len: 64}
+buffer:
+  total_steps: 1
+  batch_size: 2
+  explorer_input:
+    taskset: {path: $work/say.jsonl, storage_type: file, format: {prompt_key: question, response_key: answer}}
+trainer:
+  trainer_strategy: megatron
+  save_interval: 100
+  megatron: {tensor_model_parallel_size: 1, context_parallel_size: 1, sequence_parallel: true}
+EOF
+    refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
+        return 1
+    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus; do
+        loss=token-mean
+        [ $type = gspo ] && loss=seq-mean-token-mean
+        sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
+        # shellcheck disable=SC2086
+        "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+            says '^     1/1 .* reward ' "$work/out" && prints "$work/t.yaml" actor_train || return 1
+        case $type in
+        ppo) sets algorithm.algorithm_type adv-estimator gae ;;
+        gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
+        cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
+        dapo) sets algorithm.algorithm_type kl-loss-coef 0 && ! grep 'kl_loss_fn' "$work/out" ;;
+        grpo) sets '(absent: kl_loss_fn_args)' kl-loss-coef 0.001 ;;
+        *) ;;
+        esac || return 1
+    done
+    sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
+    # shellcheck disable=SC2086
+    refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
+        --role actor_train $small || return 1
+    refuses_changes trinity6 's/TYPE/sapo=algorithm_type cannot be sapo: take ppo' \
+        's/TYPE/dpo=algorithm_type cannot be dpo: its loss' \
+        's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
+        's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
+    sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
+        s|^  batch_size: 2|  train_batch_size: 2|; s|^  explorer_input:|  trainer_input:|
+        s|taskset: |experience_buffer: |" "$work/trinity6.yaml" >"$work/t.yaml"
+    # shellcheck disable=SC2086
+    "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* loss ' "$work/out" && says 'say.jsonl: 4 samples' "$work/out" &&
+        prints "$work/t.yaml" actor_train && sets buffer.train_batch_size global-batch-size 2 &&
+        sets buffer.trainer_input.experience_buffer.format.response_key response-key answer
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -1164,6 +1284,44 @@ trinity critic
 END
 }
 
+# ROLL's examples: each is read for a role, unless it has a value that is not supported, and most for the actor.
+examples_of_roll_are_accepted() {
+    accepted=0 trained=0
+    for file in "$shared"/yaml/roll/*.yaml; do
+        found=0
+        for role in reference actor_infer teacher student actor_train; do
+            prints "$file" $role || continue
+            found=1
+            [ $role != actor_train ] || trained=$((trained + 1))
+        done
+        accepted=$((accepted + found))
+    done
+    echo "$accepted files of ROLL are accepted for a role, $trained for the actor"
+    [ $accepted -ge 38 ] && [ $trained -ge 16 ]
+}
+
+# verl's generated file with the words of a run's command, as its examples start it: GRPO, and PPO with a critic.
+generated_file_of_verl_trains() {
+    for i in 1 2 3 4 5 6 7 8; do
+        printf '{"data_source": "x", "prompt": [{"role": "user", "content": "Say %d"}], "reward_model": ' $i
+        printf '{"style": "rule", "ground_truth": "%d"}}\n' $i
+    done >"$work/verl.jsonl"
+    for words in 'grpo actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.use_kl_loss=True' \
+        'gae actor_rollout_ref.rollout.n=1 critic.optim.lr=1e-5 critic.ppo_micro_batch_size_per_gpu=1'; do
+        # shellcheck disable=SC2086
+        "$train" --config "$shared/yaml/verl/ppo_megatron_trainer-0.9.1.yaml" --role actor_train \
+            "data.train_files=['$work/verl.jsonl']" data.val_files=null data.train_batch_size=4 \
+            data.max_prompt_length=56 data.max_response_length=8 actor_rollout_ref.actor.ppo_mini_batch_size=2 \
+            actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+            actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+            trainer.logger='["console","wandb"]' trainer.n_gpus_per_node=1 trainer.total_epochs=1 \
+            trainer.default_local_dir="$work/verl.run" +trainer.val_before_train=False \
+            algorithm.adv_estimator=$words $small --overwrite >"$work/out" 2>"$work/err" &&
+            says '^     2/2 .* reward ' "$work/out" && says 'saved iteration 2' "$work/out" || return 1
+        rm -rf "$work/verl.run"
+    done
+}
+
 # roll-sft.yaml as it stands, with the shape and the data of a small run.
 roll_sft_trains() {
     mkdir -p "$work/sft/data" && cp "$shared/yaml/roll-sft.yaml" "$work/sft" || return 1
@@ -1241,6 +1399,9 @@ check files_may_ask_for_fp16 files_may_ask_for_fp16
 check floats_are_whole_numbers floats_are_whole_numbers
 check every_role_is_read every_role_is_read
 check infer_reads_its_role infer_reads_its_role
+check words_of_hydra_change_keys words_of_hydra_change_keys
+check environments_concern_training_alone environments_concern_training_alone
+check refused_values_give_way_to_the_command_line refused_values_give_way_to_the_command_line
 check absent_keys_have_their_defaults absent_keys_have_their_defaults
 check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_defaults
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
@@ -1265,6 +1426,7 @@ check examples_of_roll_are_read examples_of_roll_are_read
 check sampling_and_domains_of_roll_are_read sampling_and_domains_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
 check trinity_is_read trinity_is_read
+check trinity_without_the_keys_of_verl_is_read trinity_without_the_keys_of_verl_is_read
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
 check a_ratio_alone_is_for_both_sides a_ratio_alone_is_for_both_sides
@@ -1286,6 +1448,8 @@ if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
 fi
 if [ -d "$shared/yaml" ]; then
     check shared_files_are_read shared_files_are_read
+    check generated_file_of_verl_trains generated_file_of_verl_trains
+    check examples_of_roll_are_accepted examples_of_roll_are_accepted
     [ -z "${HAVE_MPI:-}" ] || check roll_sft_trains roll_sft_trains
     check roll_dpo_trains roll_dpo_trains
     check roll_rlvr_trains roll_rlvr_trains

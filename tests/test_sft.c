@@ -81,6 +81,10 @@ static void every_form_of_a_line_is_read(void **state) {
                "{\"role\": \"assistant\", \"content\": \"b\"}]}",
                "su[a|]v[b|]");
     expect_one(c, "{\"prompt\": [{\"role\": \"user\", \"content\": \"u\"}], \"response\": \"a\"}", "u[a|]");
+    expect_one(c,
+               "{\"messages\": \"[{\\\"role\\\": \\\"user\\\", \\\"content\\\": \\\"u\\\"}, {\\\"role\\\": "
+               "\\\"assistant\\\", \\\"content\\\": \\\"a\\\"}]\"}",
+               "u[a|]");
     expect_one(c, "{\"prompt\": \"\\u00e9\", \"response\": \"x\"}\r\n", "\xC3\xA9[x|]");
     const char *const two[] = {"a[b|]", "c[d|]"};
     expect(c, "{\"prompt\": \"a\", \"response\": \"b\"}\n\n{\"prompt\": \"c\", \"response\": \"d\"}", 2, two);
@@ -331,6 +335,7 @@ static void what_is_not_a_sample_is_refused(void **state) {
         {"{\"prompt\": \"a\", \"prompt\": \"b\", \"response\": \"c\"}", "duplicate"},
         {"{\"prompt\": \"a\", \"response\": 1}", "\"response\" is not a text"},
         {"{\"messages\": \"a\"}", "\"messages\" is not a list"},
+        {"{\"messages\": \"[1\"}", "\"messages\" is not a list"},
         {"{\"messages\": []}", "no message"},
         {"{\"messages\": [{\"role\": \"system\", \"content\": \"a\"}]}", "no message"},
         {"{\"messages\": [1]}", "no \"role\""},

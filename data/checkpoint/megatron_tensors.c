@@ -126,6 +126,9 @@ static const struct {
     {MT_EXPERTS_OUT_BIAS, MT_CORE_WHOLE, ".mlp.fc2_latent_proj.bias"},
     {MT_MTP_EMBEDDING_NORM, MT_CORE_WHOLE, "mtp.layers.enorm.weight"},
     {MT_MTP_HIDDEN_NORM, MT_CORE_WHOLE, "mtp.layers.hnorm.weight"},
+    {MT_MTP_EMBEDDING_NORM_BIAS, MT_CORE_WHOLE, "mtp.layers.enorm.bias"},
+    {MT_MTP_HIDDEN_NORM_BIAS, MT_CORE_WHOLE, "mtp.layers.hnorm.bias"},
+    {MT_MTP_FINAL_NORM_BIAS, MT_CORE_WHOLE, "mtp.layers.final_layernorm.bias"},
     {MT_MTP_PROJECTION, MT_CORE_WHOLE, "mtp.layers.eh_proj.weight"},
     {MT_MTP_FINAL_NORM, MT_CORE_WHOLE, "mtp.layers.final_layernorm.weight"},
 };

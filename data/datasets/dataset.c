@@ -127,14 +127,22 @@ struct mt_data {
     int64_t num_train_indexed;    // the first of them are those of the training split
     const tokens_file_dataset *tokens_file;
     mt_samples samples[MT_NUM_SPLITS]; // of datasets of rows
+    mt_dataset **more_sets;            // of multiple_validation_sets, after the first
+    int64_t num_more_sets;
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
     return data->splits[split];
 }
 
+const mt_dataset *mt_data_validation_set(const mt_data *data, int64_t index) {
+    return index <= data->num_more_sets ? data->more_sets[index - 1] : NULL;
+}
+
 void mt_data_close(mt_data *data) {
     if (!data) return;
+    for (int64_t i = 0; i < data->num_more_sets; i++) mt_dataset_free(data->more_sets[i]);
+    free(data->more_sets);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_dataset_free(data->splits[split]);
     for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_samples_free(&data->samples[split]);
@@ -198,6 +206,7 @@ typedef struct split_sizes {
 
 static split_sizes sizes_of(const mt_data_config *config, mt_split split) {
     split_sizes all = {.count = 1, .sizes = {config->sizes[split]}};
+    if (split == MT_SPLIT_VALID && config->full_validation) return (split_sizes){.count = 1, .sizes = {-1}};
     if (config->num_plans == 0 || split == MT_SPLIT_TEST) return all;
     all.count = config->dataloader_type == MT_DATALOADER_CYCLIC ? 1 : config->num_plans;
     for (int64_t i = 0; i < all.count; i++) all.sizes[i] = config->plans[i][split];
@@ -254,7 +263,7 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
             "the data paths (%s and more) hold %lld samples in one epoch, but the run needs %lld; give a weight "
             "before every path, to read paths more than once",
             blend->paths[0], (long long)total, (long long)wanted);
-    *size = blend->weights || total < wanted ? total : wanted;
+    *size = blend->weights || wanted < 0 || total < wanted ? total : wanted;
     return 0;
 }
 
@@ -291,6 +300,8 @@ static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bo
     if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share)) return 0;
     if (split == MT_SPLIT_TRAIN) data->num_train_indexed = data->num_indexed;
     mt_dataset **out = &data->splits[split];
+    if (sizes.sizes[0] < 0 && blend->weights)
+        return mt_error_set(error, "--full-validation reads whole data: leave out the weights of the paths");
     if (!direct) return create_blend(out, indexed, blend, split, share, &sizes, config, error);
     if (create_source(out, indexed[0], share, &sizes, config, error) != 0) return -1;
     return check_source_once(*out, split, config->sizes[split], config, error);
@@ -313,6 +324,22 @@ static int open_data_path(mt_data *data, const mt_data_config *config, mt_error 
     return result;
 }
 
+/* --multiple-validation-sets: each path of --valid-data-path for one epoch. */
+static int create_validation_sets(mt_data *data, const mt_blend *blend, const mt_data_config *config, mt_error *error) {
+    static const double whole[2] = {0, 1};
+    mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
+    split_sizes sizes = sizes_of(config, MT_SPLIT_VALID);
+    if (blend->weights)
+        return mt_error_set(error, "--multiple-validation-sets: leave out the weights of --valid-data-path");
+    data->more_sets = mt_calloc(blend->count * (int64_t)sizeof *data->more_sets);
+    for (int64_t i = 0; i < blend->count; i++) {
+        mt_dataset **out = i == 0 ? &data->splits[MT_SPLIT_VALID] : &data->more_sets[i - 1];
+        if (create_source(out, indexed[i], whole, &sizes, config, error) != 0) return -1;
+        data->num_more_sets = i;
+    }
+    return 0;
+}
+
 /* --train-data-path and so on: every split has its own paths. */
 static int open_split_data_path(mt_data *data, mt_split split, const mt_data_config *config, mt_error *error) {
     static const char *const options[] = {"--train-data-path", "--valid-data-path", "--test-data-path"};
@@ -321,7 +348,11 @@ static int open_split_data_path(mt_data *data, mt_split split, const mt_data_con
     if (config->split_data_path[split].count == 0) return 0;
     if (mt_blend_parse(&blend, &config->split_data_path[split], options[split], error) != 0) return -1;
     int result = open_paths(data, &blend, error);
-    if (result == 0) result = create_split(data, split, &blend, blend.count == 1, whole, config, error);
+    bool sets = split == MT_SPLIT_VALID && config->multiple_validation_sets && config->sizes[split] > 0;
+    if (result == 0 && sets)
+        result = create_validation_sets(data, &blend, config, error);
+    else if (result == 0)
+        result = create_split(data, split, &blend, blend.count == 1, whole, config, error);
     mt_blend_free(&blend);
     return result;
 }
@@ -456,6 +487,8 @@ mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
                              .eod_mask_loss = o->eod_mask_loss,
                              .dataloader_type = o->dataloader_type,
                              .reads_once = MT_GIVEN(o, dataloader_type) && o->dataloader_type == MT_DATALOADER_SINGLE,
+                             .full_validation = o->full_validation,
+                             .multiple_validation_sets = o->multiple_validation_sets,
                              .options = o,
                              .sft = o->sft,
                              .pairs = mt_trains_on_pairs(&o->stack),
@@ -473,6 +506,7 @@ mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
                              .work = mt_token_work_of(&o->stack)};
     config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
     config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->stack.global_batch_size;
+    if (o->full_validation && evaluations > 0) config.sizes[MT_SPLIT_VALID] = 1; // some
     config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->stack.global_batch_size : 0;
     return config;
 }
@@ -596,7 +630,7 @@ static void take_progress(mt_data_config *config, const mt_run_state *state) {
     int64_t evaluations = interval > 0 ? iterations / interval - state->iteration / interval + 1 : 0;
     config->sizes[MT_SPLIT_TRAIN] =
         mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->stack.num_iterations);
-    if (config->sizes[MT_SPLIT_VALID] > 0)
+    if (config->sizes[MT_SPLIT_VALID] > 0 && !config->full_validation)
         config->sizes[MT_SPLIT_VALID] =
             state->consumed_valid_samples + evaluations * o->eval_iters * o->stack.global_batch_size;
 }

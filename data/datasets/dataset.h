@@ -45,6 +45,8 @@ typedef struct mt_data_config {
     mt_dataloader_type dataloader_type;  // single: in order; cyclic: a new shuffle every epoch
     bool reads_once;                     // training data that are too short for `sizes` are an error
     bool no_data_sharding;               // --no-data-sharding, for cyclic: ranks share one shuffle
+    bool full_validation;                // the validation data are read for one epoch, whatever their size in `sizes`
+    bool multiple_validation_sets;       // with it: each path of --valid-data-path is a set of its own
 
     /* samples of any length, see sft.h */
     const mt_run_options *options;                           // how files are read
@@ -107,8 +109,11 @@ mt_data_identity mt_data_identify(mt_data *data, const mt_data_config *config);
 int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,
                    FILE *file, mt_error *error);
 
-/* NULL if the split has size 0 or was omitted. */
+/* NULL if the split has size 0 or was omitted. Of several validation sets, the first. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
+
+/* The validation sets of multiple_validation_sets after the first; `index` counts from 1. NULL: there are no more. */
+const mt_dataset *mt_data_validation_set(const mt_data *data, int64_t index);
 
 /* Prints a warning for files whose sequences do not follow one another; a warning and its remedy for every split that
  * was omitted, and for every one that is shorter than a sequence

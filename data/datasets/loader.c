@@ -18,7 +18,7 @@ struct mt_loader {
     const mt_dataset *dataset;
     const mt_data_config *config;
     int64_t micro_batch_size, dp_rank, dp_size;
-    bool cyclic;
+    bool cyclic, whole;    // whole: masked samples follow the last one
     int32_t *sample;       // [seq_length + 1] scratch
     int64_t epoch;         // of `permutation`; -1: none
     uint32_t *permutation; // [samples of an epoch that this rank draws from]
@@ -38,7 +38,7 @@ struct mt_loader {
 
 static int check_loader(const mt_loader *loader, mt_error *error) {
     int64_t step = loader->micro_batch_size * loader->dp_size;
-    if (!loader->dataset->packing && loader->dataset->num_samples < step)
+    if (!loader->dataset->packing && loader->dataset->num_samples < (loader->whole ? 1 : step))
         return mt_error_set(error,
                             "the dataset has %lld samples, but one micro-batch on every data-parallel rank takes %lld; "
                             "give more data or a smaller --micro-batch-size",
@@ -46,8 +46,8 @@ static int check_loader(const mt_loader *loader, mt_error *error) {
     return 0;
 }
 
-int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_config *config, int64_t micro_batch_size,
-                   int64_t dp_rank, int64_t dp_size, mt_error *error) {
+static int open_loader(mt_loader **out, const mt_dataset *dataset, const mt_data_config *config, bool whole,
+                       int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error) {
     MT_CHECK(micro_batch_size > 0 && dp_rank >= 0 && dp_rank < dp_size);
     mt_loader *loader = mt_calloc(sizeof *loader);
     *loader = (mt_loader){.dataset = dataset,
@@ -55,7 +55,8 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
                           .micro_batch_size = micro_batch_size,
                           .dp_rank = dp_rank,
                           .dp_size = dp_size,
-                          .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC,
+                          .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC && !whole,
+                          .whole = whole,
                           .sample = mt_malloc((dataset->seq_length + 1) * 4),
                           .epoch = -1,
                           .cuts = config->dynamic_context_parallel && !dataset->packing,
@@ -66,6 +67,20 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
     mt_loader_close(loader);
     *out = NULL;
     return -1;
+}
+
+int mt_loader_open(mt_loader **loader, const mt_dataset *dataset, const mt_data_config *config,
+                   int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error) {
+    return open_loader(loader, dataset, config, false, micro_batch_size, dp_rank, dp_size, error);
+}
+
+int mt_loader_open_whole(mt_loader **loader, const mt_dataset *dataset, const mt_data_config *config,
+                         int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error) {
+    return open_loader(loader, dataset, config, true, micro_batch_size, dp_rank, dp_size, error);
+}
+
+int64_t mt_loader_count(const mt_loader *loader) {
+    return loader->dataset->num_samples;
 }
 
 void mt_loader_close(mt_loader *loader) {
@@ -106,7 +121,7 @@ static int data_ends(const mt_loader *loader, int64_t consumed, int64_t needed, 
 /* Every rank takes micro_batch_size consecutive samples of each group of micro_batch_size * dp_size. */
 static int sample_in_order(const mt_loader *loader, int64_t consumed, int64_t row, int64_t *sample, mt_error *error) {
     int64_t step = loader->micro_batch_size * loader->dp_size, have = loader->dataset->num_samples;
-    if (consumed + step > have) return data_ends(loader, consumed, step, error);
+    if (consumed + step > have && !loader->whole) return data_ends(loader, consumed, step, error);
     *sample = consumed + loader->dp_rank * loader->micro_batch_size + row;
     return 0;
 }
@@ -181,10 +196,13 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
     batch->num_tokens = 0;
     batch->num_spans = 0;
     for (int64_t row = 0; row < loader->micro_batch_size; row++) {
-        int64_t index;
+        int64_t index = 0;
         if (mt_loader_sample(loader, consumed_samples, row, &index, error) != 0) return -1;
-        if (mt_dataset_get(loader->dataset, index, loader->sample, error) != 0) return -1;
+        bool is_behind = loader->whole && index >= loader->dataset->num_samples;
+        if (mt_dataset_get(loader->dataset, is_behind ? 0 : index, loader->sample, error) != 0) return -1;
         append_sequence(batch, loader->sample, first_number + row, seq_length, loader->config);
+        for (int64_t i = batch->num_tokens - seq_length; i < batch->num_tokens && is_behind; i++)
+            batch->loss_mask[i] = 0;
     }
     return 0;
 }

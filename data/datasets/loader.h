@@ -17,6 +17,13 @@ int mt_loader_open(mt_loader **loader, const mt_dataset *dataset, const mt_data_
                    int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error);
 void mt_loader_close(mt_loader *loader);
 
+/* The same for a loader that reads every sample once, in order: samples behind the last one are masked. */
+int mt_loader_open_whole(mt_loader **loader, const mt_dataset *dataset, const mt_data_config *config,
+                         int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error);
+
+/* The samples of the loader's dataset. */
+int64_t mt_loader_count(const mt_loader *loader);
+
 /* The index of the sample in row `row` of this rank's micro-batch, after the job has consumed `consumed_samples` (for
  * `cyclic` a multiple of micro_batch_size * dp_size). After the last whole micro-batch `single` is an error and
  * `cyclic` starts the next epoch. */

@@ -12,6 +12,7 @@
 #include "../tokens/tokenizer_encode.h"
 #include "../options/option_table.h"
 #include "indexed_dataset.h"
+#include "parquet.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -668,6 +669,8 @@ static int refuse_json(const settings *s, const batch *b, mt_error *error) {
     enum { LINES = 2 };
     const char *text = b->text, *end = b->text + b->bytes;
     int objects = 0;
+    if (mt_is_parquet("", text, b->bytes))
+        return mt_error_set(error, "%s: is a Parquet file; write its texts as JSON Lines", s->input);
     if (s->format == MT_TEXT_JSONL || s->documents || b->bytes == 0) return 0;
     text += mt_text_mark_bytes(text, end);
     if (begins_as_json(text, end))

@@ -1,10 +1,11 @@
-/* sft.c: JSON Lines of conversations, prompts with responses, or texts -> samples to train on. */
+/* sft.c: JSON Lines, or rows of Parquet, of conversations, prompts with responses, or texts -> samples to train on. */
 #include "sft.h"
 
 #include "../base/file.h"
 #include "../base/text.h"
 #include "../tokens/chat.h"
 #include "../tokens/tokenizer_vocab.h"
+#include "parquet.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -204,11 +205,21 @@ static void add_message(reader *r, const char *role, const char *content, int64_
     r->messages[r->num_messages++] = (mt_chat_message){role, content, bytes};
 }
 
+/* The field of a key, or of "a.b", b in the object a, where there is no such key. */
+static const json_t *get_field(const json_t *object, const char *key) {
+    const json_t *field = json_object_get(object, key);
+    const char *dot = strchr(key, '.');
+    char first[200];
+    if (field || !dot || dot - key >= (int)sizeof first) return field;
+    snprintf(first, sizeof first, "%.*s", (int)(dot - key), key);
+    return get_field(json_object_get(object, first), dot + 1);
+}
+
 /* The field of a key that the user chose, or else of one of two usual keys; NULL: none, or null. `name` is the key. */
 static const json_t *find_field(const json_t *object, const char *key, const char *usual, const char *other,
                                 const char **name) {
-    const json_t *field = json_object_get(object, *name = key ? key : usual);
-    if (!field && !key && other && (field = json_object_get(object, other))) *name = other;
+    const json_t *field = get_field(object, *name = key ? key : usual);
+    if (!field && !key && other && (field = get_field(object, other))) *name = other;
     return json_is_null(field) ? NULL : field;
 }
 
@@ -656,10 +667,17 @@ static char *copy_text(const char *text, int64_t bytes) {
     return copy;
 }
 
+/* The field of the answer: verl's rows and those of ROLL have names of their own. */
+static const json_t *find_answer(const reader *r, const json_t *object, const char **name) {
+    const char *key = r->config->answer_key;
+    const json_t *answer = find_field(object, key, "answer", "ground_truth", name);
+    return answer || key ? answer : find_field(object, NULL, "answer", "reward_model.ground_truth", name);
+}
+
 /* The answer of a line, a text or a number with the fewest digits that read back as the same. */
 static int read_answer(const reader *r, const json_t *object, mt_question *question, mt_error *error) {
     const char *name;
-    const json_t *answer = find_field(object, r->config->answer_key, "answer", NULL, &name);
+    const json_t *answer = find_answer(r, object, &name);
     char number[40];
     if (!answer && !r->config->needs_answer) return 0;
     if (!answer)
@@ -791,16 +809,17 @@ static int check_line(const json_t *object, mt_error *error) {
 /* True if the field was read: it belongs to the form of the line. */
 static bool is_read(const reader *r, const json_t *object, const char *key) {
     const mt_sft_config *c = r->config;
-    const char *name, *prompt_name, *response_name, *query_name;
+    const char *name, *prompt_name, *response_name, *query_name, *answer_name;
     const json_t *messages = find_messages(r, object, &name);
     const json_t *prompt = find_field(object, c->prompt_key, "prompt", "instruction", &prompt_name);
+    find_answer(r, object, &answer_name);
     find_field(object, c->response_key, "response", "output", &response_name);
     find_field(object, c->query_key, "input", NULL, &query_name);
     const char *read[14] = {"system"};
     int count = 1;
     if (takes_extras(r)) read[count++] = "tools";
     if (takes_extras(r)) read[count++] = "chat_template_kwargs";
-    if (c->prompts) read[count++] = c->answer_key ? c->answer_key : "answer";
+    if (c->prompts) read[count++] = answer_name;
     if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
     if (json_is_array(json_object_get(object, "tokens")) && !c->pairs && !c->prompts) {
         read[0] = "tokens";
@@ -816,8 +835,9 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     } else {
         read[0] = "text";
     }
-    for (int i = 0; i < count; i++)
-        if (strcmp(read[i], key) == 0) return true;
+    size_t length = strlen(key);
+    for (int i = 0; i < count; i++) // the key of a field, or of the object that has it
+        if (strncmp(read[i], key, length) == 0 && (!read[i][length] || read[i][length] == '.')) return true;
     return false;
 }
 
@@ -832,11 +852,21 @@ static void note_unread(reader *r, json_t *object) {
     }
 }
 
+/* Messages that are a text in JSON, as in ROLL's files, are made a list. */
+static void unpack_messages(const reader *r, json_t *object) {
+    const char *name = r->config->messages_key ? r->config->messages_key : "messages";
+    const char *text = json_string_value(json_object_get(object, name));
+    json_t *list = text && *text == '[' ? json_loads(text, JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES, NULL) : NULL;
+    if (json_is_array(list)) json_object_set(object, name, list);
+    json_decref(list);
+}
+
 static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error) {
     // NUL is an ordinary character. Integers stay ones: templates write those of tools.
     const size_t flags = JSON_ALLOW_NUL | JSON_REJECT_DUPLICATES;
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
+    unpack_messages(r, object);
     int status = check_line(object, error);
     if (status == 0) status = read_settings(r, object, error);
     if (status == 0)
@@ -903,10 +933,37 @@ static int read_list(reader *r, const char *path, const char *text, const char *
     return problem ? mt_error_set(error, "%s:%lld: %s", path, (long long)line, problem) : 0;
 }
 
+/* A row of a file of Parquet: messages count rows, not lines. */
+typedef struct row_reader {
+    reader *reader;
+    const char *path;
+    mt_error *error;
+} row_reader;
+
+static int read_row(const char *row, int64_t bytes, int64_t number, void *context) {
+    row_reader *rows = context;
+    if (read_line(rows->reader, row, bytes, rows->error) == 0) return 0;
+    return refuse_line(rows->reader, rows->path, number, rows->error) == 0 ? 0 : 1;
+}
+
+static int read_parquet(reader *r, const char *path, mt_error *error) {
+    row_reader rows = {r, path, error};
+    char *columns;
+    int status = mt_parquet_read(path, &columns, read_row, &rows, error);
+    mt_error why = *error;
+    if (status > 0) mt_error_set(error, "%.1500s; the file has the columns %.400s", why.text, columns);
+    free(columns);
+    return status == 0 ? 0 : -1;
+}
+
 static int read_file(reader *r, const char *path, mt_error *error) {
     mt_mapping file;
     int64_t first_line = 1;
     int status = mt_mapping_open(&file, path, error);
+    if (status == 0 && mt_is_parquet(path, file.bytes, file.size)) {
+        mt_mapping_close(&file);
+        return read_parquet(r, path, error);
+    }
     const char *text = (const char *)file.bytes, *end = text ? text + file.size : NULL;
     if (text) text += mt_text_mark_bytes(text, end);
     const char *first = text ? skip_blanks(text, end, &first_line) : NULL;

@@ -38,7 +38,7 @@ void mt_samples_free(mt_samples *samples);
 
 /* The files of samples and how they are read. */
 typedef struct mt_sft_config {
-    mt_strings paths;           // JSON Lines, read in this order
+    mt_strings paths;           // JSON Lines or Parquet, read in this order
     const char *tokenizer_path; // file or folder of the tokenizer; NULL: none
     int64_t vocab_size;         // tokens must be below it
     int64_t seq_length;         // positions of the longest sample
@@ -58,7 +58,7 @@ typedef struct mt_sft_config {
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
     bool ref_logps;         // pairs have the log-probabilities by the reference model; they cannot be truncated
     bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
-    const char *answer_key; // NULL: answer
+    const char *answer_key; // NULL: answer, ground_truth or reward_model.ground_truth
     bool needs_answer;      // a prompt without an answer is bad
     mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
     const char *tag_key;    // NULL: tag
@@ -76,18 +76,20 @@ typedef struct mt_sft_config {
  *   {"prompt": "...", "chosen": "...", "rejected": "..."} with `pairs`; the three may be lists of messages, and the
  *   prompt may be missing; with `ref_logps` also ref_chosen_logp and ref_rejected_logp, which TRL calls
  *   ref_chosen_logps or reference_chosen_logps
- * A list of messages may be called "conversations", with "from" and "value" (ShareGPT). A line may have a "system"
- * text, and beside a prompt a "history" of pairs of texts (Alpaca). A response may be a whole conversation that holds
- * the prompt, which is then written once. A message of the assistant with one of the marks "weight", "loss_weight",
- * "loss", "train", "training" and "trainable" that is 0 or false is not trained on. Fields that would make another
- * sample of a line and are not supported are errors; others that are not read are named in the log.
+ * A list of messages may be a text in JSON (ROLL), or be called "conversations", with "from" and "value" (ShareGPT). A
+ * line may have a "system" text, and beside a prompt a "history" of pairs of texts (Alpaca). A response may be a whole
+ * conversation that holds the prompt, which is then written once. A message of the assistant with one of the marks
+ * "weight", "loss_weight", "loss", "train", "training" and "trainable" that is 0 or false is not trained on. Fields
+ * that would make another sample of a line and are not supported are errors; others that are not read are named in the
+ * log.
  *
  *   {"prompt": "...", "answer": "..."} with `prompts`; the prompt may be a list of messages, or "messages"; the answer
  * a number. Samples are the tokens up to the header of the response; those above seq_length are left out
  *
- * Blank lines are skipped. A file may also be one JSON list of such objects. Errors: a file that cannot be read; more
- * bad lines than skip_bad_samples, with the file and the line of the first; a token outside the vocabulary; no sample
- * at all. */
+ * A key "a.b" is that of the field b in the object a. Blank lines are skipped. A file may also be one JSON list of such
+ * objects, or one of Parquet, whose rows are such objects (parquet.h). Errors: a file that cannot be read; more bad
+ * lines than skip_bad_samples, with the file and the line of the first; a token outside the vocabulary; no sample at
+ * all. */
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error);
 
 /* A number that equal samples share, for mt_fingerprints_agree. */

@@ -390,8 +390,11 @@ static const struct {
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
      "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
+    {MT_NAME_UNSUPPORTED,
+     "one module of multi-token prediction that is applied several times: each has weights of its own",
+     "mtp-use-repeated-layer"},
     {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction",
-     "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone mtp-use-repeated-layer"},
+     "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
      "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
      "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "
@@ -409,9 +412,12 @@ static const struct {
      "retriever-report-topk-accuracies retriever-score-scaling sample-rate short-seq-prob swin-backbone-type "
      "titles-data-path use-one-sent-docs vision-backbone-type vision-pretraining vision-pretraining-type "
      "vocab-extra-ids"},
-    {MT_NAME_UNSUPPORTED, "filling in the middle, and files of a teacher's logits",
+    {MT_NAME_UNSUPPORTED,
+     "filling in the middle, whose samples in Megatron-LM depend on the number of ranks and of loading processes",
      "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
-     "fim-rate fim-split-sample fim-spm-rate fim-suffix-token logits-load-decode-threads "
+     "fim-rate fim-split-sample fim-spm-rate fim-suffix-token"},
+    {MT_NAME_UNSUPPORTED, "files of a teacher's logits; --stage kd computes them",
+     "logits-load-decode-threads "
      "logits-load-ignore-errors logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype "
      "logits-save-top-p logits-save-top-p-min-k"},
     {MT_NAME_UNSUPPORTED,
@@ -455,8 +461,7 @@ static const struct {
      "decrease-batch-size-if-needed grad-norm-skip-threshold iterations-to-skip "
      "per-dataset-sequences-path phase-transition-iterations skip-train "},
     {MT_NAME_UNSUPPORTED, "other forms of evaluation",
-     "eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets start-eval-at-iter "
-     "validation-set-names"},
+     "eval-global-batch-size eval-micro-batch-size start-eval-at-iter"},
     {MT_NAME_UNSUPPORTED, "other tokenizers", "null-tokenizer-eod-id null-tokenizer-pad-id"},
     {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
      "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "

@@ -139,6 +139,21 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     const char *pattern = o->hybrid_override_pattern;
     int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
     const char *other = pattern + strspn(pattern, "M*-E");
+    if (*other == '/')
+        return mt_error_set(
+            error,
+            "--hybrid-override-pattern '%.100s' has modules of multi-token prediction (/), which layers "
+            "with one half do not have here; leave them out",
+            pattern);
+    if (*other && strchr("GD+", *other))
+        return mt_error_set(error,
+                            "--hybrid-override-pattern '%.100s' has %s (%c), which layers with one half do not have "
+                            "here; --experimental-attention-variant and --multi-latent-attention have such layers",
+                            pattern,
+                            *other == 'G'   ? "gated delta nets"
+                            : *other == 'D' ? "sparse attention"
+                                            : "latent attention",
+                            *other);
     if (*other || count == 0)
         return mt_error_set(error,
                             "--hybrid-override-pattern expects a letter for each layer, M (Mamba-2), * (attention), - "
@@ -259,6 +274,17 @@ static int mt_options_check_prefixes(const mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+static int mt_options_check_validation_sets(const mt_run_options *o, mt_error *error) {
+    int64_t names = o->validation_set_names.count, sets = o->valid_data_path.count;
+    for (int64_t i = 0; i < names; i++)
+        if (strpbrk(o->validation_set_names.items[i], "\"\\\n\r\t"))
+            return mt_error_set(error, "--validation-set-names: a name has no quotes, backslashes, tabs or line ends");
+    if (names == 0 || names == sets) return 0;
+    return mt_error_set(error,
+                        "--validation-set-names has %lld names, and --valid-data-path %lld sets; make them equal",
+                        (long long)names, (long long)sets);
+}
+
 /* Names all that a run lacks, where it lacks several kinds of options; the rules of each name one. */
 static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
     bool converts = mt_options_converts(o),
@@ -300,6 +326,7 @@ static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
                             cuts && o->reset_position_ids ? "reset-position-ids"
                             : cuts                        ? "reset-attention-mask"
                                                           : "eod-mask-loss");
+    if (mt_options_check_validation_sets(o, error) != 0) return -1;
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
 
@@ -336,7 +363,7 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (of_chat && !o->chat && !o->score && !o->prompts)
         return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
-    if (o->score && o->stack.seq_length == 0 && !mt_text_ends_with(o->score, ".jsonl"))
+    if (o->score && o->stack.seq_length == 0 && !mt_options_score_samples(o))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
 }
@@ -418,6 +445,10 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
                                    "--tensor-model-parallel-size, which use --sequence-parallel; leave it out");
     o->stack.sequence_parallel = true;
     return 0;
+}
+
+bool mt_options_score_samples(const mt_run_options *options) {
+    return mt_text_ends_with(options->score, ".jsonl") || mt_text_ends_with(options->score, ".parquet");
 }
 
 bool mt_options_draws_schedule(const mt_run_options *options) {

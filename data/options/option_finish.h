@@ -29,6 +29,9 @@ int mt_options_check_run(const mt_run_options *options, mt_program program, mt_e
 /* True for --print-schedule without --dynamic-context-parallel, which needs no model. */
 bool mt_options_draws_schedule(const mt_run_options *options);
 
+/* True if the file of --score has samples to encode, not tokens. */
+bool mt_options_score_samples(const mt_run_options *options);
+
 #ifdef __cplusplus
 }
 #endif

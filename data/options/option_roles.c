@@ -14,7 +14,10 @@ static void mt_options_note_key(mt_run_options *options, const mt_role_entry *en
                                 const char *text) {
     char line[24];
     mt_strings *keys = &options->config_keys;
-    snprintf(line, sizeof line, "%lld", entry->line);
+    if (entry->line == MT_YAML_COMMAND_LINE)
+        snprintf(line, sizeof line, "-"); // of the command line
+    else
+        snprintf(line, sizeof line, "%lld", entry->line);
     for (int64_t i = 0; i < keys->count && *option; i += 4)
         if (strcmp(keys->items[i + 2], option) == 0 && !*keys->items[i + 3]) {
             char replaced[200];
@@ -107,14 +110,26 @@ static void mt_givens_add_entry(mt_givens *givens, mt_option_reader *reader, con
         mt_strings_add(&given->values, mt_whole_number(row, values->items[i], whole));
 }
 
+/* True if the command line has an option: then a value of the file that is refused does no harm. */
+static bool mt_givens_have_option(const mt_givens *givens, const char *name) {
+    mt_setting setting = {0};
+    if (name) setting = mt_setting_find(name, strlen(name));
+    return setting.row && mt_givens_find(givens, setting.row->offset);
+}
+
 /* Adds the setting of an entry, or notes or refuses it. */
 static void mt_option_reader_take_entry(mt_option_reader *reader, mt_givens *givens, const mt_role_entry *entry,
                                         const char *path) {
     char position[300];
     bool infers = reader->program == MT_PROGRAM_INFER;
-    snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
+    if (entry->line == MT_YAML_COMMAND_LINE)
+        snprintf(position, sizeof position, "command line: ");
+    else
+        snprintf(position, sizeof position, "%.250s:%lld: ", path, entry->line);
     if (entry->kind == MT_ENTRY_UNKNOWN)
         mt_option_reader_refuse_key(reader, position, entry->name, "", entry->text);
+    else if (entry->kind == MT_ENTRY_REFUSED && mt_givens_have_option(givens, entry->option))
+        mt_options_note_key(reader->options, entry, "", "gives way to the command line");
     else if (entry->kind == MT_ENTRY_REFUSED)
         mt_option_reader_refuse_key(reader, position, entry->name, entry->text, "");
     else if (entry->kind != MT_ENTRY_OPTION)
@@ -168,9 +183,9 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char purposes[] =
-        "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-sampling|recompute-granularity|"
-        "optimizer-cpu-offload";
+    static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-"
+                                   "sampling|recompute-granularity|lora-rank|"
+                                   "optimizer-cpu-offload";
     const mt_run_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;

@@ -1,6 +1,8 @@
 /* option_source.c: the settings of a run, as its sources name them. */
 #include "option_source.h"
 
+#include "yaml.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,6 +48,40 @@ void mt_givens_add_arguments(mt_givens *givens, int argc, char **argv) {
         free(name);
         if (has_value) mt_strings_add(&given->values, equals + 1);
         for (i += is_name; i < argc && !has_value && !mt_is_name(argv[i]); i++) mt_strings_add(&given->values, argv[i]);
+    }
+}
+
+/* The words that a setting of the command line takes. */
+static int64_t mt_given_count_words(const mt_given *given) {
+    mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    bool is_on;
+    if (!*given->name || given->values.count == 0) return 0;
+    if (!setting.row && !setting.megatron.value) return 1;
+    if (mt_setting_is_flag(&setting)) return mt_parse_bool(given->values.items[0], &is_on);
+    return setting.row && mt_option_is_list(setting.row) ? given->values.count : 1;
+}
+
+void mt_givens_split_overrides(mt_givens *givens, mt_strings *overrides) {
+    for (int64_t i = 0; i < givens->count; i++) {
+        mt_given *given = &givens->items[i];
+        if (given->form != MT_GIVEN_WORDS) continue;
+        int64_t kept = mt_given_count_words(given);
+        for (int64_t j = kept; j < given->values.count; j++) {
+            char *word = given->values.items[j];
+            if (!mt_yaml_is_override(word)) {
+                given->values.items[kept++] = word;
+                continue;
+            }
+            mt_strings_add(overrides, word);
+            free(word);
+        }
+        given->values.count = kept;
+        if (*given->name || kept > 0) continue;
+        free(given->name), free(given->position), free(given->where);
+        mt_strings_free(&given->values);
+        givens->count--;
+        memmove(given, given + 1, (size_t)(givens->count - i) * sizeof *given);
+        i--;
     }
 }
 
@@ -139,6 +175,11 @@ static int mt_given_compare(mt_taken_list *list, mt_run_options *options, const 
 static int mt_refuse_word(const mt_given *given, const mt_setting *setting, const char *word, mt_error *error) {
     if (*given->position)
         return mt_error_set(error, "%s expects %s, got '%.100s'", given->where, mt_setting_metavar(setting), word);
+    if (mt_yaml_is_override(word))
+        return mt_error_set(error,
+                            "unexpected argument '%.100s': such a word changes a key of a file of roles, --config FILE "
+                            "--role ROLE; options begin with --",
+                            word);
     bool is_flag = setting && mt_setting_is_flag(setting);
     return mt_error_set(error, "unexpected argument '%.100s'%s%s%s; options begin with -- (--help lists them)", word,
                         setting ? " after " : "", setting ? given->where : "",
@@ -253,7 +294,8 @@ static int mt_given_take(mt_option_reader *reader, const mt_given *given, const 
     if (status == 0 && row && mt_setting_holds(&setting, reader->options)) {
         *taken = row;
         int64_t line = given->line > 0 ? given->line : MT_ORIGIN_ABSENT;
-        mt_option_set_origin(reader->options, row, is_typed ? MT_ORIGIN_COMMAND_LINE : line);
+        bool is_of_command_line = is_typed || given->line == MT_YAML_COMMAND_LINE;
+        mt_option_set_origin(reader->options, row, is_of_command_line ? MT_ORIGIN_COMMAND_LINE : line);
     }
     return status;
 }
@@ -300,6 +342,8 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
                 status = mt_given_take(reader, given, &taken, error);
             else if (!mt_given_is_replaced(givens, given))
                 mt_given_refuse_unset(reader, given);
+            bool yields = source == MT_SOURCE_ROLE && mt_given_is_replaced(givens, given);
+            if (status != 0 && yields) status = 0, taken = NULL; // a value that is not supported does no harm
             if (status == 0 && taken && source != MT_SOURCE_ROLE)
                 status = mt_given_compare(&list, reader->options, given, taken, error);
         }

@@ -45,7 +45,7 @@ typedef struct mt_given {
     char *name;     // without dashes in front; "": words without a name
     char *position; // before the name in messages: "run.yaml:3: ", or "" for the command line
     char *where;    // the name in messages
-    long long line; // of the file, from 1; 0: of the command line, or of an absent key
+    long long line; // of the file, from 1; 0: of the command line, or of an absent key; MT_YAML_COMMAND_LINE
     mt_strings values;
     char *unset; // a variable of the values that is not set, which they have as it is written; NULL: none
 } mt_given;
@@ -62,6 +62,9 @@ void mt_givens_free(mt_givens *givens);
 
 /* Adds the settings of the words of a command line behind the program's name. */
 void mt_givens_add_arguments(mt_givens *givens, int argc, char **argv);
+
+/* Moves the words "a.b=VALUE" of the command line that belong to no option into `overrides`, for mt_yaml_override. */
+void mt_givens_split_overrides(mt_givens *givens, mt_strings *overrides);
 
 /* The last setting of the command line for an option; NULL: there is none. */
 const mt_given *mt_givens_find(const mt_givens *givens, size_t offset);

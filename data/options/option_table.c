@@ -426,7 +426,7 @@ const mt_option mt_option_table[] = {
     {.help = "multi-token prediction"},
     {"mtp-num-layers", MT_INT, MT_AT(stack.mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
      "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3",
-     .needs = "any: normalization RMSNorm, any: position-embedding-type rope|none",
+     .needs = "any: position-embedding-type rope|none",
      .excludes = "any: pipeline-schedule zb-h1"}, // their backward is not split
     {"mtp-loss-scaling-factor", MT_REAL, MT_AT(stack.mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
      "weight of the mean of their losses", .needs = "mtp-num-layers"},
@@ -821,8 +821,8 @@ const mt_option mt_option_table[] = {
     {.help = "fine-tuning: samples of any length"},
     {"sft", MT_FLAG, MT_AT(sft), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
-     "in "
-     "--data-path; --mock-data: with log-normal lengths",
+     "or "
+     "Parquet in --data-path; --mock-data: with log-normal lengths",
      .excludes = "tokens-file, dataloader-type"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size (default for "
@@ -1098,6 +1098,14 @@ const mt_option mt_option_table[] = {
      "steps between evaluations, as a fraction of all steps", .excludes = "eval-interval", .own = true},
     {"eval-iters", MT_INT, MT_AT(eval_iters), MT_TRAIN, MT_OF_RUN, "100", "[0,1000000000]",
      "global batches of an evaluation; 0: none"},
+    {"full-validation", MT_FLAG, MT_AT(full_validation), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "every evaluation reads the whole validation data, each sample once, instead of --eval-iters batches",
+     .excludes = "mock-data, tokens-file, sft, dynamic-context-parallel, dataloader-type cyclic, stage rm|dpo|kd|rl"},
+    {"multiple-validation-sets", MT_FLAG, MT_AT(multiple_validation_sets), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "each path of --valid-data-path is a set with a loss of its own", .needs = "full-validation, valid-data-path"},
+    {"validation-set-names", MT_LIST, MT_AT(validation_set_names), MT_TRAIN, MT_OF_RUN, NULL, "NAME...",
+     "their names in reports: validation-NAME (default: validation-0, validation-1, ...)",
+     .needs = "multiple-validation-sets"},
     {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
      "steps between printed lines"},
     {"log-num-zeros-in-grad", MT_FLAG, MT_AT(stack.log_num_zeros_in_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -1220,8 +1228,9 @@ const mt_option mt_option_table[] = {
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens",
      .own = true},
-    {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE.jsonl",
-     "prompts to continue, one a line as for --stage rl of train, with --chat-template; --out gets a line for each, in "
+    {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "prompts to continue, JSON Lines or Parquet as for --stage rl of train, with --chat-template; --out gets a line "
+     "for each, in "
      "order",
      .needs = "out", .excludes = "prompt, prompt-tokens, print-tokens, chat, score, merge-adapter", .own = true},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
@@ -1267,7 +1276,7 @@ const mt_option mt_option_table[] = {
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",
-     "sequences to score, on any layout: FILE.jsonl as for --sft, or int32 [sequences, seq length + 1]",
+     "sequences to score, on any layout: FILE.jsonl or FILE.parquet as for --sft, or int32 [sequences, seq length + 1]",
      .excludes = "prompt, prompt-tokens, print-tokens, chat, max-new-tokens, temperature, top-k, top-p, min-p, "
                  "repetition-penalty, stop, num-return-sequences, seed, kv-cache-tokens, inference-max-requests, "
                  "inference-dynamic-batching-block-size",

@@ -14,15 +14,17 @@ typedef struct mt_yaml_file {
     int depth;
 } mt_yaml_file;
 
-/* Adds the words of a text: several for an option of several words, which may be in brackets, "[a b]". */
+/* Adds the words of a text: several for an option of several words, which may be in brackets, "[a b]", as may those of
+ * a name that is no option. */
 static void mt_yaml_add_words(mt_given *given, const mt_option *row, char *text) {
     mt_layer_freq_rule rule;
-    if (!row || !mt_option_is_list(row) || mt_option_names_layers(row, &rule)) {
+    size_t length = strlen(text);
+    bool has_brackets = length > 1 && text[0] == '[' && text[length - 1] == ']';
+    bool takes_one = row && (!mt_option_is_list(row) || mt_option_names_layers(row, &rule));
+    if (takes_one || (!row && !has_brackets)) {
         mt_strings_add(&given->values, text);
         return;
     }
-    size_t length = strlen(text);
-    bool has_brackets = length > 1 && text[0] == '[' && text[length - 1] == ']';
     if (has_brackets) text[length - 1] = 0;
     char *rest = NULL;
     for (char *word = strtok_r(text + has_brackets, " \t\r\n", &rest); word; word = strtok_r(NULL, " \t\r\n", &rest))

@@ -45,17 +45,19 @@ int mt_options_read_role(mt_run_options *options, mt_program program, const char
     return mt_options_read_text(options, program, role, text, bytes, path, error);
 }
 
-/* Adds the settings of the file of --config. */
+/* Adds the settings of the file of --config, after the changes of the command line. */
 static int mt_givens_add_config(mt_givens *givens, mt_option_reader *reader, const char *path, const char *role,
-                                mt_error *error) {
+                                const mt_strings *overrides, mt_error *error) {
     int64_t bytes;
     mt_yaml yaml;
     char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
     int status = text ? mt_yaml_open(&yaml, text, bytes, path, error) : -1;
     if (status == 0) {
-        if (!role && mt_role_config_detect(roles, &yaml))
+        for (int64_t i = 0; i < overrides->count && status == 0; i++)
+            status = mt_yaml_override(&yaml, overrides->items[i]);
+        if (status == 0 && !role && mt_role_config_detect(roles, &yaml))
             status = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
-        else
+        else if (status == 0)
             status = mt_givens_add_file(givens, reader, role, &yaml);
         mt_yaml_close(&yaml);
     }
@@ -95,7 +97,10 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     char *role = given && given->values.count > 0 ? mt_strdup(given->values.items[0]) : NULL;
     reader.prints_only = mt_givens_have(&givens, MT_AT(print_config));
     int status = mt_givens_find_config(&givens, &config, error);
-    if (!status && config) status = mt_givens_add_config(&givens, &reader, config, role, error);
+    mt_strings overrides = {0};
+    if (!status && config && role) mt_givens_split_overrides(&givens, &overrides);
+    if (!status && config) status = mt_givens_add_config(&givens, &reader, config, role, &overrides, error);
+    mt_strings_free(&overrides);
     int64_t file_iters = 0;
     if (!status) status = mt_givens_take(&givens, &reader, &file_iters, error);
     if (!status) status = mt_option_reader_report(&reader, error);

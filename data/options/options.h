@@ -73,6 +73,8 @@ typedef struct mt_run_options {
     char *gpu; // the name of a machine, or its file
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
+    bool full_validation, multiple_validation_sets;
+    mt_strings validation_set_names;
     char *split, *tokenizer_model, *vocab_file, *merge_file, *tokens_file;
     mt_tokenizer_type tokenizer_type;
     mt_tiktoken_pattern tiktoken_pattern;

@@ -100,7 +100,7 @@ static void add_value(reader *r, int64_t index, const mt_role_key *row, const ch
 }
 
 static int expects_value(const reader *r, const mt_yaml_node *node, long long line) {
-    return mt_error_set(r->yaml->error, "%s:%lld: %s expects a value, not a %s", r->yaml->path, line, r->key,
+    return mt_error_set(r->yaml->error, "%s%s expects a value, not a %s", mt_yaml_place_of(r->yaml, line).text, r->key,
                         node->kind == MT_YAML_SECTION ? "section" : "list in a list");
 }
 
@@ -197,8 +197,8 @@ static int take_devices(reader *r, mt_yaml_node *node, long long line) {
         free(expanded);
     }
     if (count < 0)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects devices, such as list(range(0,8)) or [0, 1]",
-                            r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects devices, such as list(range(0,8)) or [0, 1]",
+                            mt_yaml_place_of(r->yaml, line).text, r->key);
     r->config->num_devices = count;
     snprintf(text, sizeof text, "the ranks are those of mpirun; the file has %lld", (long long)count);
     add_entry(r, MT_ENTRY_UNUSED, line, text);
@@ -230,12 +230,6 @@ static void find_files(reader *r, const mt_yaml_node *mapping, mt_role_entry *en
         char *joined = mt_path_join(folder, entry->values.items[i]);
         if (!file_exists(entry->values.items[i]) && file_exists(joined)) mt_string_set(&entry->values.items[i], joined);
         free(joined);
-    }
-    for (int64_t i = 0; i < entry->values.count && entry->kind == MT_ENTRY_OPTION; i++) {
-        size_t length = strlen(entry->values.items[i]);
-        if (length < 8 || strcmp(entry->values.items[i] + length - 8, ".parquet") != 0) continue;
-        entry->kind = MT_ENTRY_REFUSED;
-        mt_string_set(&entry->text, "is a Parquet file: write its samples as JSON Lines");
     }
     free(folder);
 }
@@ -275,6 +269,29 @@ static bool is_number(const char *text, double *value) {
     char *end;
     *value = strtod(text, &end);
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
+}
+
+/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and, for dapo, that
+ * there is no divergence. */
+static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
+    char *type = sibling_text(r, mapping, "algorithm_type"), *loss = sibling_text(r, mapping, "policy_loss_fn");
+    bool has_loss = type && mt_choice_index("gspo|cispo|sft", type) >= 0;
+    const char *own = has_loss ? type : "ppo";
+    long long line = entry->line;
+    if (loss && strcmp(loss, own) != 0) {
+        char reason[200];
+        snprintf(reason, sizeof reason, "has the loss %s, and policy_loss_fn is %.80s; leave that out", own, loss);
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, reason);
+    } else if (strcmp(own, "sft") == 0) {
+        entry->kind = MT_ENTRY_FIXED;
+        mt_string_set(&entry->text, "the stage of training");
+    } else {
+        bool has_divergence = strcmp(type, "dapo") != 0 || mt_yaml_get(mapping, "kl_loss_fn");
+        if (has_loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
+    }
+    free(type), free(loss);
 }
 
 /* Changes the entry of a key whose value depends on other keys too. */
@@ -320,6 +337,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         snprintf(reason, sizeof reason, "can only be train_batch_size here: %s", row->text);
         entry->kind = same ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, same ? row->text : reason);
+    } else if (row->kind == MT_KEY_ALGORITHM) {
+        derive_algorithm(r, mapping, entry);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
@@ -341,7 +360,8 @@ static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool role
 static int take_section(reader *r, mt_yaml_node *node, const char *section, long long line) {
     if (node->kind == MT_YAML_LIST && node->count == 1) node = node->values[0];
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of keys", r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section of keys", mt_yaml_place_of(r->yaml, line).text,
+                            r->key);
     r->depth++;
     int status = walk(r, node, section, false);
     if (status == 0) status = walk(r, node, section, true);
@@ -416,7 +436,7 @@ static int take_json(reader *r, const mt_role_key *row, mt_yaml_node *node, long
         return 0;
     }
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section", r->yaml->path, line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section", mt_yaml_place_of(r->yaml, line).text, r->key);
     json_t *json = mt_yaml_json(r->yaml, node);
     char *text = json ? json_dumps(json, 0) : NULL;
     json_decref(json);
@@ -444,8 +464,8 @@ static int take_shares(reader *r, const mt_role_key *row, const mt_yaml_node *no
 /* Shares of domains: each has the tags of its section of `rewards`, and ROLL's math_rule those of no other. */
 static int take_domains(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
     if (node->kind != MT_YAML_SECTION)
-        return mt_error_set(r->yaml->error, "%s:%lld: %s expects a section of domains and their shares", r->yaml->path,
-                            line, r->key);
+        return mt_error_set(r->yaml->error, "%s%s expects a section of domains and their shares",
+                            mt_yaml_place_of(r->yaml, line).text, r->key);
     if (node->count <= 1) {
         add_entry(r, MT_ENTRY_FIXED, line, "one share is all");
         return 0;
@@ -499,6 +519,12 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     char value[400];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_EXPERIENCE && r->stage && strcmp(r->stage, "sft") == 0)
+        return take_section(r, node, row->text, line);
+    if (row->kind == MT_KEY_EXPERIENCE) {
+        add_entry(r, MT_ENTRY_UNUSED, line, "Trinity-RFT's explorer and buffer");
+        return 0;
+    }
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
     bool is_off =
@@ -544,7 +570,7 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         add_option(r, line, "optimizer-offload", first)->is_implied = true;
     } else if (row->kind == MT_KEY_BETAS) {
         if (entry->values.count != 2)
-            return mt_error_set(r->yaml->error, "%s:%lld: betas expects two numbers", r->yaml->path, line);
+            return mt_error_set(r->yaml->error, "%sbetas expects two numbers", mt_yaml_place_of(r->yaml, line).text);
         char *second = entry->values.items[--entry->values.count];
         entry->is_sequence = false;
         add_option(r, line, "adam-beta2", second);
@@ -665,6 +691,12 @@ static const mt_yaml_node *find_verl(reader *r) {
     return config && mt_yaml_get(config, "actor_rollout_ref") ? config : NULL;
 }
 
+/* True for a file of Trinity-RFT, which may leave verl's keys out. */
+static bool is_trinity(const reader *r) {
+    const mt_yaml_node *root = r->yaml->root;
+    return mt_yaml_get(mt_yaml_get(root, "algorithm"), "algorithm_type") && mt_yaml_get(root, "buffer");
+}
+
 /* The roles of a file, with ", " between them. */
 static void list_roles(reader *r, char roles[400]) {
     static const char *const names[] = {"sft_train",   "student",   "teacher", "actor_train",
@@ -674,6 +706,7 @@ static void list_roles(reader *r, char roles[400]) {
     *roles = 0;
     const mt_yaml_node *root = find_verl(r), *rewards = mt_yaml_get(r->yaml->root, "rewards");
     const mt_yaml_node *group = root ? mt_yaml_get(root, "actor_rollout_ref") : NULL;
+    if (!group && is_trinity(r)) used += (size_t)snprintf(roles, 400, "actor_train, actor_infer, reference");
     if (!root) root = r->yaml->root;
     for (size_t i = 0; group && i < 3; i++)
         if (mt_yaml_get(group, verl[i][0]))
@@ -727,9 +760,10 @@ static bool is_idle_in_loss(const reader *r, const char *root, const char *optio
     const char *variant = loss ? loss->values.items[0] : "ppo";
     bool is_verl = strcmp(root, "roll") != 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
     bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
+    bool is_trinity = strcmp(root, "trinity") == 0; // one loss_agg_mode is for all of its losses
     if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
     if (strncmp(key, "pg_clip", 7) == 0) return !is_verl && strcmp(variant, "cispo") == 0;
-    return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence;
+    return strcmp(option, "loss-agg-mode") == 0 && is_verl && by_sequence && !is_trinity;
 }
 
 static void drop_idle_in_loss(reader *r, const char *root) {
@@ -857,6 +891,15 @@ static bool has_training_strategy(reader *r) {
     return trains;
 }
 
+/* The stage of Trinity-RFT's actor: fine-tuning, by algorithm_type, or the one at hand. */
+static const mt_role_stage *trinity_stage(reader *r, const mt_role_stage *stage) {
+    char *type = sibling_text(r, mt_yaml_get(r->yaml->root, "algorithm"), "algorithm_type");
+    if (type && strcmp(type, "sft") == 0)
+        for (stage = mt_role_stages; strcmp(stage->stage, "sft") != 0;) stage++;
+    free(type);
+    return stage;
+}
+
 static int read_document(reader *r) {
     mt_yaml_node *root = r->yaml->root;
     char roles[400];
@@ -870,7 +913,11 @@ static int read_document(reader *r) {
     r->config->trains = r->stage && has_training_strategy(r);
     list_roles(r, roles);
     const mt_yaml_node *verl = find_verl(r);
-    const char *section = verl == root ? "verl" : verl ? "trinity" : "roll";
+    const char *section = verl == root ? "verl" : verl || is_trinity(r) ? "trinity" : "roll";
+    bool has_no_sections = !verl && is_trinity(r); // of roles
+    if (has_no_sections) r->has_role = mt_choice_index("actor_train|actor_infer|reference", r->role) >= 0;
+    if (is_trinity(r) && verl != root && strcmp(r->role, "actor_train") == 0) stage = trinity_stage(r, stage);
+    r->stage = stage->stage;
     if (take_section(r, root, section, 1) != 0) return -1;
     if (r->has_role && r->stage) add_stage(r, stage, section);
     if (r->has_role && strcmp(r->role, "actor_infer") == 0) add_defaults(r, section);

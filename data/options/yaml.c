@@ -21,8 +21,17 @@ enum {
     MAX_KEYS = 2000      // of a section that is checked or merged, which compares each with the others
 };
 
+mt_yaml_place mt_yaml_place_of(const mt_yaml *yaml, long long line) {
+    mt_yaml_place place;
+    if (line == MT_YAML_COMMAND_LINE)
+        snprintf(place.text, sizeof place.text, "command line: ");
+    else
+        snprintf(place.text, sizeof place.text, "%.250s:%lld: ", yaml->path, line);
+    return place;
+}
+
 int mt_yaml_fail(const mt_yaml *yaml, const mt_yaml_node *node, const char *what) {
-    return mt_error_set(yaml->error, "%s:%lld: %s", yaml->path, node->line, what);
+    return mt_error_set(yaml->error, "%s%s", mt_yaml_place_of(yaml, node->line).text, what);
 }
 
 /* ---- the tree ------------------------------------------------------------------------------------------------------
@@ -76,8 +85,8 @@ int mt_yaml_check_keys(mt_yaml *yaml, const mt_yaml_node *section) {
             return mt_yaml_fail(yaml, key, "expects the name of a key");
         for (int64_t j = 0; j < i; j++)
             if (strcmp(section->keys[j]->text, key->text) == 0 && !values_agree(section->values[j], section->values[i]))
-                return mt_error_set(yaml->error, "%s:%lld: %.80s is given twice in this section", yaml->path, key->line,
-                                    key->text);
+                return mt_error_set(yaml->error, "%s%.80s is given twice in this section",
+                                    mt_yaml_place_of(yaml, key->line).text, key->text);
     }
     return 0;
 }
@@ -143,8 +152,8 @@ static int find_path(mt_yaml *yaml, const char *path, const mt_yaml_node *from, 
     *found = *path ? node : NULL;
     if (!*found && is_variable(path)) *found = mt_yaml_get(mt_yaml_get(yaml->root, "ENV_VARS"), path);
     if (*found) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: ${%.100s}: the file has no such key%s", yaml->path, from->line, path,
-                        is_variable(path) ? ", and the environment no such variable" : "");
+    return mt_error_set(yaml->error, "%s${%.100s}: the file has no such key%s", mt_yaml_place_of(yaml, from->line).text,
+                        path, is_variable(path) ? ", and the environment no such variable" : "");
 }
 
 /* The text of a resolver, "oc.env:NAME,default", "oc.select:a.b,default" or "oc.decode:text", to free. */
@@ -158,7 +167,8 @@ static char *resolve_call(mt_yaml *yaml, const mt_yaml_node *from, const char *c
     if (strncmp(call, "oc.env:", 7) == 0) {
         const char *value = getenv(name);
         if (value || comma) return mt_strdup(value ? value : comma + 1 + strspn(comma + 1, " "));
-        mt_error_set(error, "%s:%lld: ${%.100s}: the environment has no such variable", yaml->path, from->line, call);
+        mt_error_set(error, "%s${%.100s}: the environment has no such variable",
+                     mt_yaml_place_of(yaml, from->line).text, call);
         return NULL;
     }
     if (strncmp(call, "oc.select:", 10) == 0) {
@@ -169,8 +179,8 @@ static char *resolve_call(mt_yaml *yaml, const mt_yaml_node *from, const char *c
         if (follow(yaml, &node, depth) != 0) return NULL;
         return expand(yaml, node, node->text, depth);
     }
-    mt_error_set(error, "%s:%lld: ${%.100s}: of the resolvers, oc.decode, oc.env and oc.select are supported",
-                 yaml->path, from->line, call);
+    mt_error_set(error, "%s${%.100s}: of the resolvers, oc.decode, oc.env and oc.select are supported",
+                 mt_yaml_place_of(yaml, from->line).text, call);
     return NULL;
 }
 
@@ -193,7 +203,8 @@ static char *expand_path(mt_yaml *yaml, const mt_yaml_node *from, const char *pa
     if (status != 0) return may_be_absent(yaml, path) ? mt_strdup("null") : NULL;
     if (follow(yaml, &node, depth) != 0) return NULL;
     if (node->kind == MT_YAML_TEXT) return expand(yaml, node, node->text, depth);
-    mt_error_set(yaml->error, "%s:%lld: ${%.100s} is a section or a list, not a text", yaml->path, from->line, path);
+    mt_error_set(yaml->error, "%s${%.100s} is a section or a list, not a text", mt_yaml_place_of(yaml, from->line).text,
+                 path);
     return NULL;
 }
 
@@ -208,8 +219,8 @@ static char *expand_reference(mt_yaml *yaml, const mt_yaml_node *from, const cha
 }
 
 static int refuse_circle(mt_yaml *yaml, const mt_yaml_node *from, const char *text) {
-    return mt_error_set(yaml->error, "%s:%lld: '%.100s' refers to itself, or through more than %d references",
-                        yaml->path, from->line, text, MAX_REFERENCES);
+    return mt_error_set(yaml->error, "%s'%.100s' refers to itself, or through more than %d references",
+                        mt_yaml_place_of(yaml, from->line).text, text, MAX_REFERENCES);
 }
 
 /* A text with its references replaced, to free; NULL with error. `from` is for paths and messages. "\${" is "${". */
@@ -308,8 +319,8 @@ char *mt_yaml_value(mt_yaml *yaml, const mt_yaml_node *node, bool wants_number) 
     char decimal[32];
     if (node->is_plain && is_octal(node->text)) {
         mt_error_set(yaml->error,
-                     "%s:%lld: '%.40s' is an octal number in YAML; write it in decimal, or in quotes if it is a text",
-                     yaml->path, node->line, node->text);
+                     "%s'%.40s' is an octal number in YAML; write it in decimal, or in quotes if it is a text",
+                     mt_yaml_place_of(yaml, node->line).text, node->text);
         return NULL;
     }
     char *text = mt_yaml_expand(yaml, node);
@@ -397,13 +408,13 @@ static int check_work(const mt_yaml *yaml) {
     }
     yaml_parser_delete(&parser);
     if (anchors > MAX_ANCHORS)
-        return mt_error_set(yaml->error, "%s:%lld: has more than %d anchors and aliases; is it a file of options?",
-                            yaml->path, line, MAX_ANCHORS);
+        return mt_error_set(yaml->error, "%shas more than %d anchors and aliases; is it a file of options?",
+                            mt_yaml_place_of(yaml, line).text, MAX_ANCHORS);
     if (tokens > MAX_TOKENS)
-        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
+        return mt_error_set(yaml->error, "%sholds more than options could need", mt_yaml_place_of(yaml, line).text);
     if (depth <= MAX_NESTING) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: sections and lists are nested deeper than %d; is it a file of options?",
-                        yaml->path, line, MAX_NESTING);
+    return mt_error_set(yaml->error, "%ssections and lists are nested deeper than %d; is it a file of options?",
+                        mt_yaml_place_of(yaml, line).text, MAX_NESTING);
 }
 
 /* Loads a document of the parser. A mark at the end of a text may lie behind its last line. */
@@ -545,7 +556,134 @@ int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *pat
     return -1;
 }
 
+/* ---- changes of the command line -----------------------------------------------------------------------------------
+ */
+
+/* A section of `section` that nothing else uses, as aliases do: a copy in its place. */
+static mt_yaml_node *own_section(mt_yaml *yaml, mt_yaml_node *section, int64_t i) {
+    const mt_yaml_node *shared = section->values[i];
+    mt_yaml_node *own = mt_malloc(sizeof *own);
+    int64_t bytes = mt_max(shared->count, 1) * (int64_t)sizeof(mt_yaml_node *);
+    *own = *shared;
+    own->keys = mt_malloc(bytes), own->values = mt_malloc(bytes);
+    memcpy(own->keys, shared->keys, (size_t)shared->count * sizeof(mt_yaml_node *));
+    memcpy(own->values, shared->values, (size_t)shared->count * sizeof(mt_yaml_node *));
+    for (int64_t j = 0; j < own->count; j++) own->values[j]->parent = own;
+    own->parent = section;
+    yaml->copies = mt_realloc(yaml->copies, (yaml->num_copies + 1) * (int64_t)sizeof *yaml->copies);
+    yaml->copies[yaml->num_copies++] = own;
+    return section->values[i] = own;
+}
+
+/* Puts the keys of `change` into `section`; where both have a section, the keys below it. */
+static void put(mt_yaml *yaml, mt_yaml_node *section, const mt_yaml_node *change) {
+    for (int64_t k = 0; k < change->count; k++) {
+        mt_yaml_node *key = change->keys[k], *value = change->values[k];
+        int64_t i = 0;
+        while (i < section->count && strcmp(section->keys[i]->text, key->text) != 0) i++;
+        bool is_there = i < section->count;
+        if (is_there && value->kind == MT_YAML_SECTION && section->values[i]->kind == MT_YAML_SECTION) {
+            put(yaml, own_section(yaml, section, i), value);
+            continue;
+        }
+        if (!is_there) {
+            int64_t bytes = ++section->count * (int64_t)sizeof(mt_yaml_node *);
+            section->keys = mt_realloc(section->keys, bytes);
+            section->values = mt_realloc(section->values, bytes);
+        }
+        section->keys[i] = key, section->values[i] = value;
+        value->parent = section;
+    }
+}
+
+/* Removes the key of a path. */
+static int remove_key(mt_yaml *yaml, const char *path) {
+    mt_yaml_node *section = yaml->root;
+    for (const char *at = path; section->kind == MT_YAML_SECTION;) {
+        size_t length = strcspn(at, ".");
+        int64_t i = 0;
+        while (i < section->count && (strncmp(section->keys[i]->text, at, length) || section->keys[i]->text[length]))
+            i++;
+        if (i == section->count) break;
+        if (at[length] && section->values[i]->kind != MT_YAML_SECTION) break;
+        if (at[length]) {
+            section = own_section(yaml, section, i);
+            at += length + 1;
+            continue;
+        }
+        for (section->count--; i < section->count; i++)
+            section->keys[i] = section->keys[i + 1], section->values[i] = section->values[i + 1];
+        return 0;
+    }
+    return mt_error_set(yaml->error, "command line: ~%.200s: %s has no such key", path, yaml->path);
+}
+
+/* The text of a tree that has the value at the path, a key on a line, deeper each, to free. A value that only Hydra
+ * reads as a text is in quotes. */
+static char *nest(const char *path, const char *value) {
+    char *text = NULL;
+    size_t size;
+    int depth = 0;
+    FILE *file = open_memstream(&text, &size);
+    MT_CHECK(file);
+    for (const char *at = path; *at && *at != '='; at += strcspn(at, ".=")) {
+        at += *at == '.';
+        fprintf(file, "%s%*s%.*s:", depth ? "\n" : "", depth, "", (int)strcspn(at, ".="), at);
+        depth++;
+    }
+    bool is_flow = *value && strchr("[{\"'", *value);
+    bool is_text = !*value || strchr("*&!%@`#|>", *value) || (!is_flow && (strstr(value, ": ") || strstr(value, " #")));
+    json_t *quoted = is_text ? json_string(value) : NULL;
+    char *written = quoted ? json_dumps(quoted, JSON_ENCODE_ANY) : NULL;
+    fprintf(file, " %s\n", written ? written : value);
+    MT_CHECK(fclose(file) == 0);
+    json_decref(quoted);
+    free(written);
+    return text;
+}
+
+bool mt_yaml_is_override(const char *text) {
+    static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_0123456789-";
+    bool removes = *text == '~';
+    text += strspn(text, "+") > 2 ? 0 : *text == '+' ? strspn(text, "+") : (size_t)removes;
+    for (;; text++) {
+        size_t length = strspn(text, letters);
+        if (length == 0 || *text == '-') return false;
+        text += length;
+        if (*text != '.') return removes ? !*text : *text == '=';
+    }
+}
+
+int mt_yaml_override(mt_yaml *yaml, const char *text) {
+    const char *path = text + strspn(text, "+"), *equals = strchr(path, '=');
+    if (!yaml->root || yaml->root->kind != MT_YAML_SECTION)
+        return mt_error_set(yaml->error, "%s: has no sections of keys", yaml->path);
+    if (*text == '~') return remove_key(yaml, text + 1);
+    char *nested = nest(path, equals + 1);
+    mt_yaml inner;
+    int status = mt_yaml_open(&inner, nested, (int64_t)strlen(nested), text, yaml->error);
+    if (status != 0) {
+        free(nested);
+        return -1;
+    }
+    for (int64_t i = 0; i < inner.num_nodes; i++) inner.nodes[i].line = MT_YAML_COMMAND_LINE;
+    yaml->overrides = mt_realloc(yaml->overrides, (yaml->num_overrides + 1) * (int64_t)sizeof *yaml->overrides);
+    yaml->overrides[yaml->num_overrides++] = inner;
+    put(yaml, yaml->root, inner.root);
+    return 0;
+}
+
 void mt_yaml_close(mt_yaml *yaml) {
+    for (int64_t i = 0; i < yaml->num_overrides; i++) {
+        free((char *)yaml->overrides[i].text);
+        mt_yaml_close(&yaml->overrides[i]);
+    }
+    free(yaml->overrides);
+    for (int64_t i = 0; i < yaml->num_copies; i++) {
+        free(yaml->copies[i]->keys), free(yaml->copies[i]->values);
+        free(yaml->copies[i]);
+    }
+    free(yaml->copies);
     for (int64_t i = 0; i < yaml->num_nodes; i++) free(yaml->nodes[i].keys), free(yaml->nodes[i].values);
     free(yaml->nodes);
     if (yaml->document) yaml_document_delete(yaml->document);
@@ -553,6 +691,16 @@ void mt_yaml_close(mt_yaml *yaml) {
     *yaml = (mt_yaml){0};
 }
 #else
+bool mt_yaml_is_override(const char *text) {
+    (void)text;
+    return false;
+}
+
+int mt_yaml_override(mt_yaml *yaml, const char *text) {
+    (void)text;
+    return mt_error_set(yaml->error, "--config %s: built without libyaml; `make deps` installs it", yaml->path);
+}
+
 int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *path, mt_error *error) {
     *yaml = (mt_yaml){.path = path, .text = text, .bytes = bytes, .error = error};
     return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);

@@ -40,14 +40,35 @@ typedef struct mt_yaml {
     int64_t num_nodes;
     int64_t visits; // see mt_yaml_visit
     void *document;
+    struct mt_yaml *overrides; // the texts of mt_yaml_override, as trees whose nodes are in this one
+    mt_yaml_node **copies;     // sections that they change
+    int64_t num_overrides, num_copies;
     mt_error *error; // of the functions below, without a parameter for it
 } mt_yaml;
 
-enum { MT_YAML_BYTES = 1 << 16 }; // of one text, less one
+enum {
+    MT_YAML_BYTES = 1 << 16,  // of one text, less one
+    MT_YAML_COMMAND_LINE = -1 // in place of a line: of a node that mt_yaml_override put in
+};
+
+/* "FILE:LINE: " or "command line: ", for messages. */
+typedef struct mt_yaml_place {
+    char text[300];
+} mt_yaml_place;
+mt_yaml_place mt_yaml_place_of(const mt_yaml *yaml, long long line);
 
 /* Reads the one document of a text. Close it if 0. `path` is for messages. */
 int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *path, mt_error *error);
 void mt_yaml_close(mt_yaml *yaml);
+
+/* Changes the tree as Hydra's command line does: "a.b=VALUE" gives a key its value in YAML, or adds it; "+a.b=VALUE"
+ * and
+ * "++a.b=VALUE" are the same; "~a.b" removes it. Sections that are missing are added, and one
+ * that an alias shares is changed in this place alone. */
+int mt_yaml_override(mt_yaml *yaml, const char *text);
+
+/* True for a text of the form that mt_yaml_override takes. */
+bool mt_yaml_is_override(const char *text);
 
 /* Counts a visit of a node; too many, which aliases make of a small file, or a text that is too long, are an error. */
 int mt_yaml_visit(mt_yaml *yaml, const mt_yaml_node *node);

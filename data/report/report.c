@@ -30,7 +30,7 @@
 
 /* A number of a report, with its TensorBoard tag, as Megatron names it, and its key in the metrics file. */
 typedef struct scalar {
-    char tag[40], key[40];
+    char tag[160], key[160];
     double value;
 } scalar;
 
@@ -571,11 +571,11 @@ void mt_report_evaluation(mt_report *report, const mt_run_state *state, const ch
                        exp(loss));
     else
         mt_report_line(report, "%6lld  %s loss %.4f", (long long)state->iteration, split, loss);
-    char names[4][40];
-    snprintf(names[0], sizeof names[0], "lm loss %s", split);
-    snprintf(names[1], sizeof names[1], "%s_loss", split);
-    snprintf(names[2], sizeof names[2], "lm loss %s ppl", split);
-    snprintf(names[3], sizeof names[3], "%s_perplexity", split);
+    char names[4][160];
+    snprintf(names[0], sizeof names[0], "lm loss %.100s", split);
+    snprintf(names[1], sizeof names[1], "%.100s_loss", split);
+    snprintf(names[2], sizeof names[2], "lm loss %.100s ppl", split);
+    snprintf(names[3], sizeof names[3], "%.100s_perplexity", split);
     add_scalar(&all, names[0], names[1], loss);
     if (of_tokens) add_scalar(&all, names[2], names[3], exp(loss));
     write_scalars(report, state->iteration, &all);

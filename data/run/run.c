@@ -156,11 +156,22 @@ static void open_loaders(mt_run *r) {
     mt_error error;
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
-        int status =
-            dataset ? mt_loader_open(&r->loaders[split], dataset, &r->data_config, r->options.stack.micro_batch_size,
-                                     r->grid.data.rank, r->grid.data.size, &error)
-                    : 0;
+        bool whole = split == MT_SPLIT_VALID && r->options.full_validation;
+        int status = dataset
+                         ? (whole ? mt_loader_open_whole : mt_loader_open)(&r->loaders[split], dataset, &r->data_config,
+                                                                           r->options.stack.micro_batch_size,
+                                                                           r->grid.data.rank, r->grid.data.size, &error)
+                         : 0;
         refuse(r, status, &error);
+    }
+    for (const mt_dataset *set; (set = mt_data_validation_set(r->data, r->num_more_loaders + 1));) {
+        int64_t bytes = (r->num_more_loaders + 1) * (int64_t)sizeof *r->more_loaders;
+        r->more_loaders = mt_realloc(r->more_loaders, bytes);
+        int status =
+            mt_loader_open_whole(&r->more_loaders[r->num_more_loaders], set, &r->data_config,
+                                 r->options.stack.micro_batch_size, r->grid.data.rank, r->grid.data.size, &error);
+        refuse(r, status, &error);
+        r->num_more_loaders++;
     }
 }
 
@@ -169,6 +180,9 @@ static void close_data(mt_run *r) {
         mt_loader_close(r->loaders[split]);
         r->loaders[split] = NULL;
     }
+    for (int64_t i = 0; i < r->num_more_loaders; i++) mt_loader_close(r->more_loaders[i]);
+    free(r->more_loaders);
+    r->more_loaders = NULL, r->num_more_loaders = 0;
     mt_data_close(r->data);
     r->data = NULL;
 }

@@ -25,6 +25,8 @@ typedef struct mt_run {
     mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
+    mt_loader **more_loaders; // of --multiple-validation-sets, after the first
+    int64_t num_more_loaders;
     mt_stage_loss loss;
     mt_model *model;
     mt_reference *reference; // NULL: the stage has none

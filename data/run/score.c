@@ -6,6 +6,7 @@
 #include "../datasets/packing.h"
 #include "../datasets/sft.h"
 #include "../models/model_role.h"
+#include "../options/option_finish.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -80,8 +81,8 @@ int mt_scoring_open(mt_scoring **scoring, const mt_run_options *options, const m
                     const char *tokenizer_path, mt_model_plan *plan, mt_error *error) {
     mt_scoring *s = mt_calloc(sizeof *s);
     *s = (mt_scoring){.options = options, .descriptor = -1};
-    int status = mt_text_ends_with(options->score, ".jsonl") ? open_samples(s, tokenizer, tokenizer_path, error)
-                                                             : open_tokens(s, error);
+    int status =
+        mt_options_score_samples(options) ? open_samples(s, tokenizer, tokenizer_path, error) : open_tokens(s, error);
     if (status != 0) {
         mt_scoring_close(s);
         return -1;

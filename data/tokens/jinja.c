@@ -1,8 +1,8 @@
 /* jinja.c: chat templates that are programs in Jinja, rendered by python3-jinja2 in a process of its own. */
 #include "jinja.h"
 
-#include "../base/child.h"
 #include "../base/file.h"
+#include "../base/python.h"
 #include "tokenizer.h"
 #include "tokenizer_vocab.h"
 
@@ -27,8 +27,6 @@ static const char program[] =
 #pragma GCC diagnostic pop
 
 enum {
-    WAIT_SECONDS = 600,     // for a reply, beyond its processor time: the machine may be busy
-    LACKS_JINJA = 3,        // exit status of the program
     LONGEST_REPLY = 1 << 29 // bytes
 };
 
@@ -79,7 +77,7 @@ static int report_end(mt_jinja *jinja, bool hangs, mt_error *error) {
 
 /* Sends a line and waits for another, which stands in `received` without its end. Returns its bytes; -1 with error. */
 static int64_t exchange(mt_jinja *jinja, const char *line, int64_t bytes, mt_error *error) {
-    double until = mt_time() + jinja->seconds + WAIT_SECONDS;
+    double until = mt_time() + jinja->seconds + MT_PYTHON_WAIT;
     mt_child *child = &jinja->child;
     mt_text *to = &jinja->received;
     int64_t sent = 0;
@@ -117,46 +115,21 @@ static json_t *ask(mt_jinja *jinja, const json_t *request, mt_error *error) {
     return NULL;
 }
 
-/* Starts the program in this Python. Returns 1 where that has no jinja2 or is absent. */
-static int start_in(mt_jinja *jinja, const char *python, mt_error *error) {
-    char seconds[32];
-    char *const arguments[] = {(char *)python, "-c", (char *)program, seconds, NULL};
-    snprintf(seconds, sizeof seconds, "%g", jinja->seconds);
-    int number = mt_child_start(&jinja->child, python, arguments);
-    if (number != 0) mt_child_end(&jinja->child, 0);
-    if (number == ENOENT || number == ENOTDIR || number == EACCES) return 1;
-    if (number != 0)
-        return mt_error_set(error, "%s: %s cannot be started for the template: %s", jinja->path, python,
-                            strerror(number));
-    char first = 0;
-    struct pollfd from = {jinja->child.from, POLLIN, 0};
-    double until = mt_time() + WAIT_SECONDS;
-    while (mt_time() < until && poll(&from, 1, 1000) <= 0) continue;
-    if (read(jinja->child.from, &first, 1) == 1 && first == '\n') return 0;
-    int status = mt_child_end(&jinja->child, 1);
-    if (status != -1 && WIFEXITED(status) && (WEXITSTATUS(status) == LACKS_JINJA || WEXITSTATUS(status) == 127))
-        return 1;
-    return mt_error_set(error, "%s: %s ended before it could render the template; see its messages above", jinja->path,
-                        python);
-}
-
-/* MT_PYTHON names the Python. Without it, that of PATH, and the distribution's, whose packages that one may lack. */
 static int start(mt_jinja *jinja, mt_error *error) {
-    const char *const usual[] = {"python3", "/usr/bin/python3"}, *chosen = getenv("MT_PYTHON");
-    int status = 1;
+    char seconds[32], choice[200];
+    snprintf(seconds, sizeof seconds, "%g", jinja->seconds);
     if (program[0] == '\0')
         return mt_error_set(error,
                             "%s: the chat template is a program in Jinja, and data/tokens/jinja.c was compiled without "
                             "jinja_program.h, which make writes; compile it with that, or choose a template with "
                             "--chat-template",
                             jinja->path);
-    for (int i = 0; i < (chosen ? 1 : 2) && status == 1; i++)
-        status = start_in(jinja, chosen ? chosen : usual[i], error);
+    int status = mt_python_start(&jinja->child, program, seconds, jinja->path, "render the template", error);
     if (status <= 0) return status;
     return mt_error_set(error,
-                        "%s: the chat template is a program in Jinja, which needs python3-jinja2%s%s; install that "
+                        "%s: the chat template is a program in Jinja, which needs python3-jinja2%s; install that "
                         "package, or choose a template with --chat-template",
-                        jinja->path, chosen ? " for MT_PYTHON=" : "", chosen ? chosen : "");
+                        jinja->path, mt_python_choice(choice));
 }
 
 json_t *mt_jinja_ask(mt_jinja *jinja, const json_t *request, mt_error *error) {

@@ -1,0 +1,95 @@
+"""Writes the rows of a file of Parquet as lines of JSON, for parquet.c, which starts it once for each file.
+
+The argument is the path. A line feed comes when a package was found; then a line "=" and the names of the columns, a
+list in JSON; a line for each row; and a last line, "=" or "!" and an error. Columns of bytes become texts of UTF-8, or
+"<N bytes>". Numbers that JSON has not are null or texts.
+"""
+import sys
+sys.path = [p for p in sys.path if p]  # no module of the current folder
+import datetime, json, math, os
+try:
+    import pyarrow.parquet
+    duckdb = None
+except ImportError:
+    try:
+        import duckdb
+    except ImportError:
+        sys.exit(3)
+
+ROWS = 1000  # that are in memory at once
+
+
+def plain(value):
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError:
+            return "<%d bytes>" % len(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)  # Decimal, UUID, timedelta
+
+
+# The rows of a batch, each a list of values. A map is a list of pairs of a key and its value.
+def by_pyarrow(path):
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield list(file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
+            columns = [values_of(column) for column in batch.columns]
+            yield from zip(*columns)
+
+
+def values_of(column):
+    try:
+        return column.to_pylist(maps_as_pydicts="strict")
+    except TypeError:  # an older pyarrow
+        return column.to_pylist()
+
+
+# The file is named by its descriptor, since duckdb reads * ? and [ in a path as a pattern.
+def by_duckdb(path):
+    with open(path, "rb") as file:
+        connection = duckdb.connect()
+        connection.execute("SET threads = 1")
+        rows = connection.execute("SELECT * FROM read_parquet(?)", ["/dev/fd/%d" % file.fileno()])
+        yield [column[0] for column in rows.description]
+        while True:
+            batch = rows.fetchmany(ROWS)
+            if not batch:
+                return
+            yield from batch
+
+
+def write(text):
+    sys.stdout.buffer.write(text.encode("utf-8", "replace") + b"\n")
+
+
+def main(path):
+    write("")
+    sys.stdout.buffer.flush()
+    try:
+        rows = by_duckdb(path) if duckdb else by_pyarrow(path)
+        names = next(rows)
+        repeated = [name for i, name in enumerate(names) if name in names[:i]]
+        if repeated:
+            raise ValueError("two columns have the name %s" % repeated[0])
+        write("=" + json.dumps(names))
+        for row in rows:
+            write(json.dumps(dict(zip(names, map(plain, row))), ensure_ascii=False))
+        write("=")
+    except BrokenPipeError:
+        os._exit(1)
+    except Exception as error:
+        write("!" + " ".join(str(error).split())[:1000])
+    sys.stdout.buffer.flush()
+
+
+main(sys.argv[1])
