@@ -508,6 +508,7 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
+        {l->no_fp8_in_fp16 && o->fp8_format && o->fp16, "--fp8-format with --fp16 runs on the CPU alone; take --bf16"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_delta && mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET),
@@ -3420,10 +3421,11 @@ static void mt_cpu_accumulate(void *sum, const float *x, int64_t n, mt_dtype dty
     }
 }
 
-static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                                  double loss_scale, float clip, mt_stream *stream) {
+static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *replicas,
+                                  const double *denominator, double loss_scale, float clip, mt_stream *stream) {
     double tokens = (denominator[0] > 0 ? denominator[0] : 1.0) * loss_scale; // all tokens masked: no gradient
-    double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
+    double size = sqrt(sum_of_squares[0] + 0 * replicas[0]) / tokens,
+           factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
 }
@@ -10219,7 +10221,7 @@ enum { MT_LOSS_REPORT_NUMBERS = sizeof(mt_loss_report) / sizeof(double) };
 
 /* The numbers of a training step, on the device; one copy brings them to the host. */
 typedef struct mt_step_numbers {
-    double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
+    double sums[5]; // loss, unmasked tokens, squared norm, the loss once more, squares of replicas' gradients
     double guard[MT_GUARD_NUMBERS];
     double replayed[2];                // sums of a replay, discarded
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
@@ -12254,10 +12256,13 @@ static void mt_phase_end(mt_model *m) {
     if (m->ops->phase_end) m->ops->phase_end(m->stream);
 }
 
-/* sums[2] = squared norm of all gradients; replicated elements are counted on the first of their ranks. sums[3] = loss
- * summed over all ranks: a non-finite value on any rank reaches every rank, so all ranks come to the same check. */
+/* sums[2] = squared norm of all gradients; replicated elements are counted on the first of their ranks, and the others'
+ * in sums[4]. sums[3] = loss summed over all ranks: a non-finite value on any rank reaches every rank, so all ranks
+ * come to the same check. */
 static void mt_gradients_norm(mt_model *m) {
-    m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
+    double *sums = m->numbers->sums;
+    m->ops->memory_copy(sums + 3, sums, 8, m->stream);
+    m->ops->memory_zero(sums + 4, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
@@ -12265,12 +12270,11 @@ static void mt_gradients_norm(mt_model *m) {
         int64_t begin, count;
         for (next = i + 1; next < m->num_params; next++)
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
-        if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
-            continue;
+        if (!counts || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
         const void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
-        m->ops->squared_norm(m->numbers->sums + 2, run, count, b->grad_dtype, m->stream);
+        m->ops->squared_norm(sums + (param->counted ? 2 : 4), run, count, b->grad_dtype, m->stream);
     }
-    m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(sums + 2, 3, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Gradient norm, clipping factor, and the check that allows the update. */
@@ -12285,7 +12289,7 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_begin(m, "norm", -1, -1);
     mt_gradients_norm(m);
     mt_step_numbers *n = m->numbers;
-    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (double)m->loss_scale,
+    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 4, n->sums + 1, (double)m->loss_scale,
                            (float)o->clip_grad, m->stream);
     m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
     mt_phase_end(m);

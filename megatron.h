@@ -2126,10 +2126,12 @@ enum {
     OP(squared_norm, mt_work_bytes(n, dtype), (sum, x, n, dtype, stream), double *sum, const void *x, int64_t n,       \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     /* norm[0] = sqrt(sum_of_squares) / d, the gradient's norm, with d = denominator (the batch's tokens) loss_scale;  \
-     * scale[0], the factor of every gradient, = clip / (norm + 1e-6), if below 1 and clip > 0, over d. */             \
-    OP(gradient_scale, mt_work_bytes(24, MT_U8), (scale, norm, sum_of_squares, denominator, loss_scale, clip, stream), \
-       float *scale, float *norm, const double *sum_of_squares, const double *denominator, double loss_scale,          \
-       float clip, mt_stream *stream)                                                                                  \
+     * NaN if the sum of the replicas' squares is not finite. scale[0], the factor of every gradient, = clip / (norm + \
+     * 1e-6), if below 1 and clip > 0, over d. */                                                                      \
+    OP(gradient_scale, mt_work_bytes(32, MT_U8),                                                                       \
+       (scale, norm, sum_of_squares, replicas, denominator, loss_scale, clip, stream), float *scale, float *norm,      \
+       const double *sum_of_squares, const double *replicas, const double *denominator, double loss_scale, float clip, \
+       mt_stream *stream)                                                                                              \
     /* Checks a step on the device: guard[MT_GUARD_CHECK] = MT_NO_TOKENS if tokens[0] is 0, else the first rule that   \
      * the loss loss_sum[0] / (tokens[0] copies) or norm[0] violates. If the check fails, scale[0] = -1. A good step's \
      * loss l updates the average a over n steps: a += (l - a) / min(n + 1, window). A step that passes is an update:  \
@@ -2379,6 +2381,7 @@ typedef struct mt_limits {
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
     bool no_bf16, no_delta;        // without products of bf16; without the gated delta rule
+    bool no_fp8_in_fp16;           // fp8 products beside activations in fp16
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
     bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads

@@ -364,12 +364,7 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
     const bool has_cudnn = false;
 #endif
     bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89;
-    mt_cuda_set_limits(&cuda_ops.limits, has_fp8, has_cudnn);
-    if (mt_cuda_device()->sharedMemPerBlockOptin < MT_CUDA_DELTA_SHARED)
-        cuda_ops.limits.delta_channels = MT_CUDA_DELTA_CHANNELS / 2,
-        cuda_ops.limits.ssd_columns = MT_CUDA_SSD_COLUMNS / 2;
-    if (mt_cuda_device()->sharedMemPerBlockOptin < MT_CUDA_DELTA_LEAST_SHARED)
-        cuda_ops.limits.no_delta = true, cuda_ops.limits.ssd_rows = MT_CUDA_SSD_ROWS / 2;
+    mt_cuda_set_limits(&cuda_ops.limits, (int64_t)mt_cuda_device()->sharedMemPerBlockOptin, has_fp8, has_cudnn);
     cuda_ops.limits.no_bf16 = mt_cuda_kernel_arch() < 80;
     return &cuda_ops;
 }

@@ -32,21 +32,25 @@ enum {
     MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
 };
 
-/* has_fp8: the GPU multiplies fp8 matrices. No kernel has scales per 32 elements. */
-static inline void mt_cuda_set_limits(mt_limits *limits, bool has_fp8, bool has_cudnn) {
+/* shared: bytes of shared memory of a block; has_fp8: the GPU multiplies fp8 matrices. No kernel has scales per 32
+ * elements. */
+static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool has_fp8, bool has_cudnn) {
+    int64_t sorted = shared / 12 / 32 * 32 - 32; // counting_sort.cuh has three numbers of each expert for one warp
     limits->one_attention = false;
     limits->head_channels = MT_CUDA_HEAD_CHANNELS;
     limits->router_topk = MT_CUDA_ROUTER_TOPK;
-    limits->experts = MT_CUDA_EXPERTS;
+    limits->experts = sorted < MT_CUDA_EXPERTS ? sorted : MT_CUDA_EXPERTS;
     limits->aux_loss_experts = MT_CUDA_AUX_LOSS_EXPERTS;
     limits->sinkhorn_experts = MT_CUDA_SINKHORN_EXPERTS;
     limits->fp8_multiple = MT_CUDA_FP8_MULTIPLE;
     limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
-    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
-    limits->delta_channels = MT_CUDA_DELTA_CHANNELS;
-    limits->ssd_rows = MT_CUDA_SSD_ROWS, limits->ssd_columns = MT_CUDA_SSD_COLUMNS;
+    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = limits->no_fp8_in_fp16 = true;
+    bool half = shared < MT_CUDA_DELTA_SHARED, least = shared < MT_CUDA_DELTA_LEAST_SHARED;
+    limits->delta_channels = half ? MT_CUDA_DELTA_CHANNELS / 2 : MT_CUDA_DELTA_CHANNELS, limits->no_delta = least;
+    limits->ssd_rows = least ? MT_CUDA_SSD_ROWS / 2 : MT_CUDA_SSD_ROWS;
+    limits->ssd_columns = half ? MT_CUDA_SSD_COLUMNS / 2 : MT_CUDA_SSD_COLUMNS;
     limits->no_plain = true;
 }
 

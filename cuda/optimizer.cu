@@ -108,17 +108,18 @@ extern "C" void mt_cuda_accumulate(void *sum, const float *x, int64_t n, mt_dtyp
     });
 }
 
-__global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                               double loss_scale, float clip) {
+__global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *replicas,
+                               const double *denominator, double loss_scale, float clip) {
     double tokens = (denominator[0] > 0 ? denominator[0] : 1) * loss_scale; // all tokens masked: no gradient
-    double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
+    double size = sqrt(sum_of_squares[0] + 0 * replicas[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1 ? factor : 1) / tokens);
 }
 
-extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *sum_of_squares,
+extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *replicas,
                                        const double *denominator, double loss_scale, float clip, mt_stream *stream) {
-    gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, denominator, loss_scale, clip);
+    gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, replicas, denominator, loss_scale,
+                                                        clip);
     MT_CUDA_LAUNCHED();
 }
 

@@ -831,7 +831,7 @@ static void squared_norm(run *r, const int64_t *n) { // elements, elements befor
 static void gradient_scale(run *r, const int64_t *n) { // clip in percent
     double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
     float *scale = float_output(r, 1), *norm = float_output(r, 1);
-    r->ops->gradient_scale(scale, norm, sum, tokens, 1, (float)n[0] / 100, r->stream);
+    r->ops->gradient_scale(scale, norm, sum, sum, tokens, 1, (float)n[0] / 100, r->stream);
 }
 
 static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, norm is inf, no tokens
@@ -1910,6 +1910,7 @@ static bool has_heads(const operation *op, const int64_t *sizes) {
     bool of_channels = strstr(op->name, "of channels") != NULL;
     if (strncmp(op->name, "delta_rule", 10) == 0 && !of_channels)
         return !l->no_delta && sizes[3] <= l->delta_channels && sizes[4] <= l->delta_channels;
+    if (op->shapes == plan_shapes) return sizes[1] <= l->experts;
     if (strncmp(op->name, "ssd_", 4) == 0) return sizes[3] <= l->ssd_rows && sizes[4] <= l->ssd_columns;
     return true;
 }

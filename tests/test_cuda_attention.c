@@ -315,11 +315,12 @@ static bool is_hopper(void) {
 }
 
 /* The rungs from the first on that have to serve a problem. The Hopper rung has the two usual head sizes and latent
- * attention's, without dropout, and the next one only decodes; 256 a GPU with little shared memory may leave to the
- * definition. */
+ * attention's, without dropout, and the next one only decodes; 256, and 128 or dropout where a block has 64 KiB, a GPU
+ * with little shared memory may leave to the definition. */
 static int must_serve(const problem *p) {
     int64_t Dv = values_of(p);
     bool latent = p->D == 192 && Dv == 128;
+    if (gpu->limits.no_delta) return p->D <= 64 && Dv <= 64 && p->dropout <= 0 ? 2 : 1; // 64 KiB of shared memory
     if (p->dropout > 0) return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 #ifdef MT_HAVE_SM90A
     bool usual = p->D == Dv && (Dv == 64 || Dv == 128);

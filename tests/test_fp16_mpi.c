@@ -163,12 +163,6 @@ static const char *const overflowing[] = {
     " --check-for-spiky-loss",
 };
 
-/* True if a rank has the same norms as the first one of its tensor group, computed from the same operands. */
-static bool is_replica(const char *words, int rank) {
-    const char *tp = strstr(words, TP);
-    return tp && !strstr(words, SP) && rank % atoi(tp + strlen(TP)) != 0;
-}
-
 /* The steps are the same on every layout, for every rank and place; and the run does not depend on the rank, since the
  * step leaves no trace. */
 static void check_overflows(subject subject, const char *const *words, int count, const char *more) {
@@ -185,7 +179,6 @@ static void check_overflows(subject subject, const char *const *words, int count
                 int64_t bytes, first_bytes = 0;
                 float value = values[i % 4];
                 if (where == OF_EXPERTS && !has_experts) continue;
-                if (where == OF_A_NORM && is_replica(all, rank)) continue;
                 if (value == values[0] && (in_fp32 || where == OF_ACTIVATIONS)) value = INFINITY;
                 char *end = train_with_overflow(subject, all, (place)where, value, rank, &bytes);
                 if (!first)

@@ -1459,14 +1459,19 @@ static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
     (void)state;
     double squares = 400, tokens = 4, none = 0;
     float scale, norm;
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 1.0f, NULL); // norm 5, clipped to 1
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 1, 1.0f, NULL); // norm 5, clipped to 1
     assert_true(norm == 5 && fabs((double)scale - 1 / (5 + 1e-6) / 4) < 1e-8);
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 6.0f, NULL);
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 1, 6.0f, NULL);
     assert_true(norm == 5 && scale == 0.25f);
-    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1, 0.0f, NULL);
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 1, 0.0f, NULL);
     assert_true(norm == 5 && scale == 0.25f);
+    const double overflows[] = {INFINITY, NAN};
+    for (int i = 0; i < 2; i++) {
+        ops->gradient_scale(&scale, &norm, &squares, &overflows[i], &tokens, 1, 1.0f, NULL);
+        assert_true(isnan(norm));
+    }
     squares = 0;
-    ops->gradient_scale(&scale, &norm, &squares, &none, 1, 1.0f, NULL); // no unmasked token
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &none, 1, 1.0f, NULL); // no unmasked token
     assert_true(norm == 0 && scale == 1);
 }
 

@@ -512,7 +512,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
 #undef MT_SIM_ENTRY
     mt_ops *ops = &mt_device_model.ops;
     ops->name = "cuda", ops->on_device = ops->is_imagined = true;
-    mt_cuda_set_limits(&ops->limits, machine->fp8_product_tflops > 0, true);
+    mt_cuda_set_limits(&ops->limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
     ops->linear_forward = mt_product_linear_forward, ops->linear_backward_input = mt_product_linear_backward_input;
     ops->linear_backward_weight = mt_product_linear_backward_weight;
     ops->linear_gelu_forward = mt_product_linear_gelu_forward;
@@ -914,7 +914,7 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
 
 int mt_simulate_check_device(const mt_options *o, const mt_machine *machine, mt_error *error) {
     mt_limits limits = {0};
-    mt_cuda_set_limits(&limits, machine->fp8_product_tflops > 0, true);
+    mt_cuda_set_limits(&limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
     return mt_options_check_limits(o, &limits, error);
 }
 
