@@ -504,13 +504,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
          "experts",
          {E, l->aux_loss_experts}},
+        {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
+        {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
+         "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
-        {l->no_fp8_in_fp16 && o->fp8_format && o->fp16, "--fp8-format with --fp16 runs on the CPU alone; take --bf16"},
-        {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
-         "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
         {l->no_delta && mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET),
          "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take --device cpu"},
         {delta && mt_exceeds(o->linear_key_head_dim, l->delta_channels),
@@ -13241,7 +13240,7 @@ void mt_loss_scaler_update(mt_loss_scaler *scaler, const mt_options *o, bool ove
     if (overflows) {
         scaler->growth_tracker = 0, scaler->hysteresis_tracker--;
         if (scaler->hysteresis_tracker <= 0) scaler->scale = fmax(scaler->scale / 2, o->min_loss_scale);
-    } else if (++scaler->growth_tracker == o->loss_scale_window) {
+    } else if (++scaler->growth_tracker >= o->loss_scale_window) {
         scaler->growth_tracker = 0, scaler->hysteresis_tracker = o->hysteresis;
         scaler->scale *= 2;
     }
@@ -13264,7 +13263,7 @@ static bool mt_loss_scale_skips(const mt_model *m, const mt_step_numbers *step) 
     const mt_options *o = m->options;
     int check = (int)step->guard[MT_GUARD_CHECK];
     if (!o->fp16 || (check != MT_LOSS_NOT_FINITE && check != MT_NORM_NOT_FINITE)) return false;
-    return o->loss_scale > 0 ? !o->check_for_nan_in_loss_and_grad : m->trainer->loss_scale > o->min_loss_scale;
+    return !o->check_for_nan_in_loss_and_grad || (o->loss_scale == 0 && m->trainer->loss_scale > o->min_loss_scale);
 }
 
 /* The scale after a step, which has been checked. */

@@ -2043,8 +2043,8 @@ typedef struct mt_matrices {
  * elements of an operation are one tensor, whose values are code * mt_state_scale(amax). */
 typedef struct mt_update_args {
     int64_t n;
-    void *param;               // [n] the weights in fp32, or the bf16 copy of `master`
-    void *master;              // [n] weights of bf16 parameters, NULL for fp32 ones
+    void *param;               // [n] the weights in fp32, or the copy of `master` in bf16 or fp16
+    void *master;              // [n] weights of parameters in 16 bits, NULL for fp32 ones
     void *m, *v;               // [n] the states of MT_OPTIMIZERS; v NULL: the optimizer has one state
     const void *grad;          // [n]
     const float *scale;        // the gradient is grad * scale[0]; a negative scale changes nothing
@@ -2144,7 +2144,7 @@ enum {
     OP(adamw_amax, mt_work_bytes(mt_update_bytes(a) / 2, MT_U8), (a, update, stream), const mt_update_args *a,         \
        const mt_update *update, mt_stream *stream)                                                                     \
     /* The next three are one step of an optimizer, computed in fp32, on weights w with gradient g. The work: the      \
-     * gradient is read, moments and master weights are read and written, the bf16 copy is written. AdamW (Loshchilov  \
+     * gradient is read, moments and master weights are read and written, their copy is written. AdamW (Loshchilov     \
      * & Hutter, "Decoupled weight decay regularization"): m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, \
      * w -= lr (weight_decay w + (m / bias_correction1) / (sqrt(v / bias_correction2) + eps)). */                      \
     OP(adamw_step, mt_work_bytes(mt_update_bytes(a), MT_U8), (a, update, stream), const mt_update_args *a,             \
@@ -2214,8 +2214,8 @@ typedef struct mt_mailbox_args {
 } mt_mailbox_args;
 
 #define MT_COLLECTIVE_OPERATIONS(OP)                                                                                   \
-    /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and     \
-     * rounds once. */                                                                                                 \
+    /* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16, MT_F16 or MT_F64. The CPU sums 16 bits in   \
+     * fp32 and rounds once. */                                                                                        \
     OP(all_reduce, mt_work_sent(MT_OPERATION_all_reduce, count, dtype, group),                                         \
        (buffer, count, reduction, dtype, group, stream), void *buffer, int64_t count, mt_reduction reduction,          \
        mt_dtype dtype, const mt_group *group, mt_stream *stream)                                                       \
@@ -2381,7 +2381,7 @@ typedef struct mt_limits {
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
     bool no_bf16, no_delta;        // without products of bf16; without the gated delta rule
-    bool no_fp8_in_fp16;           // fp8 products beside activations in fp16
+    int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
     bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
@@ -2955,11 +2955,8 @@ typedef enum mt_role {
     MT_SHARED_UP,
     MT_SHARED_DOWN,
     MT_SHARED_EXPERT_GATE, // a token's weight of the shared expert, before the sigmoid
-    MT_MTP_EMBEDDING_NORM, // this and the next six: a module of multi-token prediction, around its layer
+    MT_MTP_EMBEDDING_NORM, // this and the next three: a module of multi-token prediction, around its layer
     MT_MTP_HIDDEN_NORM,
-    MT_MTP_EMBEDDING_NORM_BIAS,
-    MT_MTP_HIDDEN_NORM_BIAS,
-    MT_MTP_FINAL_NORM_BIAS,
     MT_MTP_PROJECTION,
     MT_MTP_FINAL_NORM,
     MT_EXPERT_GATE_BIAS,
@@ -3018,6 +3015,9 @@ typedef enum mt_role {
     MT_INDEXER_WEIGHTS, // the weights of its heads,
     MT_INDEXER_K_NORM,  // and the norm of its keys
     MT_INDEXER_K_NORM_BIAS,
+    MT_MTP_EMBEDDING_NORM_BIAS, // this and the next two: of the norms of such a module
+    MT_MTP_HIDDEN_NORM_BIAS,
+    MT_MTP_FINAL_NORM_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -3112,12 +3112,12 @@ typedef struct mt_bucket {
     int64_t matrix_count; // the leading elements of matrices that a step takes whole: all with weight decay, or 0
     int64_t shard_first, shard_count;
     mt_share *shares;    // [group->size] the shards of all ranks; NULL: equal ones, or one
-    void *params;        // [count] bf16 or fp32; NULL while this rank has the shard only
+    void *params;        // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
     float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
     void *grad_shard;    // [shard_count], inside main_grads where those exist; the sum over ranks
-    void *master;        // [shard_count] fp32 or fp16 weights of bf16 parameters, else NULL
+    void *master;        // [shard_count] fp32 or fp16 weights of parameters in 16 bits, else NULL
     void *m, *v;         // [shard_count], [v_count] the optimizer's states; v NULL: it has one
     int64_t v_count;     // the last elements of the shard, whose optimizer has two
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
@@ -3707,8 +3707,8 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  * returns MT_REWIND. Afterwards, bad steps up to this iteration are skipped.
  *
  * In fp16 the loss is scaled by state->loss_scaler, and the host waits for each step. A step that is not finite makes
- * no update and changes the scale; it is bad only if the scale is options->min_loss_scale, or if it is constant and
- * options->check_for_nan_in_loss_and_grad is on.
+ * no update and changes the scale; with options->check_for_nan_in_loss_and_grad it is bad if the scale cannot fall: if
+ * it is constant, or options->min_loss_scale.
  *
  * A step whose tokens are all masked makes no update either. It is not bad: a warning reports it, at once or in the
  * same later calls.

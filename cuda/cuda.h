@@ -135,9 +135,11 @@ template <> __device__ inline __half mt_from_float<__half>(float x) {
 /* The sum, or the largest or smallest number, of the lanes in `mask`, for all of them. */
 template <class X, class Combine> __device__ static inline X mt_warp_reduce(unsigned mask, X x, Combine combine) {
     X all = x;
+    int own;
+    asm("mov.u32 %0, %%laneid;" : "=r"(own));
     for (int lane = 0; lane < 32; lane++) {
         X other = __shfl_sync(mask, x, lane);
-        if (mask >> lane & 1 && lane != threadIdx.x % 32) all = combine(all, other);
+        if (mask >> lane & 1 && lane != own) all = combine(all, other);
     }
     return all;
 }

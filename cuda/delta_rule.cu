@@ -75,7 +75,7 @@ template <int TILES, bool a_transposed, bool b_transposed, class E>
 __device__ static inline void product_in_strips(float *c, int c_row, const E *a, int a_row, const E *b, int b_row,
                                                 int M, int N, int K, bool adds, float scale) {
     using namespace nvcuda::wmma;
-    constexpr bool exists = std::is_same_v<E, __half> || MT_CUDA_KERNELS >= 80; // mt_cuda_serves refuses bf16 else
+    constexpr bool exists = std::is_same_v<E, __half> || MT_CUDA_KERNELS >= 80; // else limits.no_bf16: bf16 is refused
     using F = std::conditional_t<exists, E, __half>;
     using a_order = std::conditional_t<a_transposed, col_major, row_major>;
     using b_order = std::conditional_t<b_transposed, col_major, row_major>;

@@ -363,7 +363,7 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
 #else
     const bool has_cudnn = false;
 #endif
-    bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89;
+    bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89 && mt_cuda_kernel_arch() >= 80;
     mt_cuda_set_limits(&cuda_ops.limits, (int64_t)mt_cuda_device()->sharedMemPerBlockOptin, has_fp8, has_cudnn);
     cuda_ops.limits.no_bf16 = mt_cuda_kernel_arch() < 80;
     return &cuda_ops;

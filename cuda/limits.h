@@ -46,8 +46,9 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
-    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = limits->no_fp8_in_fp16 = true;
+    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
     bool half = shared < MT_CUDA_DELTA_SHARED, least = shared < MT_CUDA_DELTA_LEAST_SHARED;
+    limits->flash_channels = least ? 64 : 0;
     limits->delta_channels = half ? MT_CUDA_DELTA_CHANNELS / 2 : MT_CUDA_DELTA_CHANNELS, limits->no_delta = least;
     limits->ssd_rows = least ? MT_CUDA_SSD_ROWS / 2 : MT_CUDA_SSD_ROWS;
     limits->ssd_columns = half ? MT_CUDA_SSD_COLUMNS / 2 : MT_CUDA_SSD_COLUMNS;

@@ -68,7 +68,7 @@ __device__ __forceinline__ void mt_ldmatrix_transposed(uint32_t (&r)[4], uint32_
  *   of a the pairs that begin at (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8);
  *   of b the pairs along the first index that begin at (2t, g) and (2t + 8, g). */
 __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (MT_CUDA_KERNELS < 80) __trap(); // mt_cuda_kernel_serves refuses bf16 there
+    if constexpr (MT_CUDA_KERNELS < 80) __trap(); // limits.no_bf16: bf16 is refused there
     if constexpr (MT_CUDA_KERNELS >= 80)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%0, %1, %2, %3};"

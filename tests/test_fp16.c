@@ -98,6 +98,15 @@ static double error_of_logits(const char *family, mt_dtype dtype) {
 }
 
 /* A rounding to bf16, which has three bits less, is eight times as large; that of one model's sums varies. */
+/* A run may go on with a smaller window than its tracker has counted. */
+static void a_scale_grows_after_a_window_was_made_smaller(void **state) {
+    (void)state;
+    mt_options o = {.loss_scale_window = 3, .hysteresis = 2, .min_loss_scale = 1};
+    mt_loss_scaler scaler = {.scale = 64, .growth_tracker = 6, .hysteresis_tracker = 2};
+    mt_loss_scaler_update(&scaler, &o, false);
+    assert_true(scaler.scale == 128 && scaler.growth_tracker == 0);
+}
+
 static void logits_are_eight_times_as_near_as_in_bf16(void **state) {
     (void)state;
     for (int k = 0; k < 3; k++) {
@@ -152,31 +161,14 @@ static void every_family_trains_to_within_two_percent_of_fp32(void **state) {
 }
 
 /* Products in fp8 take fp16 operands as they take those of bf16. */
-static void fp8_trains_to_within_five_percent_of_fp32(void **state) {
-    (void)state;
-    static const char *const recipes[] = {"delayed", "tensorwise", "blockwise", "mxfp8"};
-    for (int k = 0; k < 4; k++) {
-        double losses[STEPS], norms[STEPS], reference[STEPS];
-        char words[256];
-        snprintf(words, sizeof words, "%s --fp8-format hybrid --fp8-recipe %s", in_fp16, recipes[k]);
-        train_ten_steps("qwen3", &mt_grid_of_one, 2, false, reference, norms);
-        more_options = words;
-        train_ten_steps("qwen3", &mt_grid_of_one, 2, false, losses, norms);
-        more_options = "";
-        for (int i = 0; i < STEPS; i++)
-            if (!(fabs(losses[i] / reference[i] - 1) <= 0.05) || !isfinite(norms[i]))
-                fail_msg("%s step %d: loss %g in fp8 and fp16, %g in fp32", recipes[k], i + 1, losses[i], reference[i]);
-    }
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(floats_round_to_the_nearest_half),
         cmocka_unit_test(the_scale_is_megatron_cores_after_any_overflows),
+        cmocka_unit_test(a_scale_grows_after_a_window_was_made_smaller),
         cmocka_unit_test(logits_are_eight_times_as_near_as_in_bf16),
         cmocka_unit_test(ten_steps_are_those_of_float64_up_to_rounding),
         cmocka_unit_test(every_family_trains_to_within_two_percent_of_fp32),
-        cmocka_unit_test(fp8_trains_to_within_five_percent_of_fp32),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -311,7 +311,7 @@ actor_and_critic_have_scales_of_their_own() {
         # shellcheck disable=SC2086
         "$train" --stage rl --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --micro-batch-size 4 \
             --rollout-batch-size 4 --num-return-sequences 4 --global-batch-size 8 --lr 1e-4 --adv-estimator gae --fp16 \
-            --initial-loss-scale 1e9 --loss-scale-window 50 $common "$@" >"$work/out" 2>"$work/err"
+            --initial-loss-scale 1e9 --loss-scale-window 50 --lr-warmup-iters 3 $common "$@" >"$work/out" 2>"$work/err"
     }
     learn --load "$work/base" --finetune --train-iters 8 --save "$work/rl" --metrics "$work/whole" || return 1
     actor=$(state loss_scale "$work/rl") critic=$(state loss_scale "$work/rl/critic")
@@ -323,7 +323,8 @@ actor_and_critic_have_scales_of_their_own() {
         learn --load "$work/half" --train-iters 8 --save "$work/half" --metrics "$work/part" &&
         same_series "$work/whole" "$work/part" 0 0 loss_scale reward || return 1
     for folder in . critic; do
-        for key in loss_scale growth_tracker hysteresis_tracker; do
+        [ "$(state skipped_samples "$work/rl/$folder")" -gt 0 ] || return 1 # schedules wait for the first update
+        for key in loss_scale growth_tracker hysteresis_tracker skipped_samples optimizer_step; do
             [ "$(state $key "$work/rl/$folder")" = "$(state $key "$work/half/$folder")" ] || return 1
         done
     done

@@ -161,6 +161,12 @@ static const char *const overflowing[] = {
     " --optimizer-cpu-offload",
     " --rerun-mode validate_results",
     " --check-for-spiky-loss",
+    " --optimizer sgd" SHARD "optim",
+    " --optimizer lion",
+    " --optimizer muon" TP "2" SP,
+    " --use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp8" SHARD "optim",
+    PP "2"
+       " --pipeline-schedule zb-h1 --accumulate-allreduce-grads-in-fp32",
 };
 
 /* The steps are the same on every layout, for every rank and place; and the run does not depend on the rank, since the

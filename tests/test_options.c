@@ -3642,9 +3642,7 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     check_limits(RUN "--bf16", &none, NULL);
     check_limits(RUN "--fp16", &turing, NULL);
     check_limits(RUN "--bf16", &turing, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16");
-    const mt_limits gpu = {.no_fp8_in_fp16 = true};
-    check_limits(RUN "--bf16 --fp8-format e4m3", &gpu, NULL);
-    check_limits(RUN "--fp16 --fp8-format e4m3", &gpu, "--fp8-format with --fp16 runs on the CPU alone; take --bf16");
+    expect_error(RUN "--fp16 --fp8-format e4m3", "--fp8-format and --fp16 exclude each other; leave one out");
     check_limits(RUN "--optimizer muon", &turing,
                  "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high");
     check_limits(RUN "--kv-channels 512", &none, NULL);

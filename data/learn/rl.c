@@ -62,9 +62,8 @@ struct mt_rl {
     partner reference, critic, reward_model;
     mt_transfer *transfer; // from actor to generator; NULL: the actor generates
     mt_saver *critic_saver;
-    char *critic_folder;  // that it saves to
-    int64_t critic_steps; // AdamW steps of the critic
-    mt_loss_scaler critic_scaler;
+    char *critic_folder;       // that it saves to
+    mt_run_state critic_state; // its optimizer_step, loss_scaler and skipped_samples
     mt_samples prompts;
     int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
     mt_stops stops;             // tokens that end a response
@@ -251,7 +250,7 @@ static int load_critic(mt_rl *rl, mt_run_state *state, bool is_saved, mt_error *
         p->folder = saved_critic(rl, state->iteration);
         status = load_partner(rl, p, &loaded, error);
     }
-    rl->critic_steps = loaded.optimizer_step, rl->critic_scaler = loaded.loss_scaler;
+    rl->critic_state = loaded;
     return status;
 }
 
@@ -528,11 +527,17 @@ void mt_rl_close(mt_rl *rl) {
     free(rl);
 }
 
+/* What each role that trains has of its own. */
+static void take_trained(mt_run_state *to, const mt_run_state *from) {
+    to->optimizer_step = from->optimizer_step, to->loss_scaler = from->loss_scaler;
+    to->skipped_samples = from->skipped_samples;
+}
+
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
     if (!rl->critic_saver) return 0;
-    own.optimizer_step = rl->critic_steps, own.loss_scaler = rl->critic_scaler;
+    take_trained(&own, &rl->critic_state);
     if (mt_train_finish(critic->model, error) != 0) return -1;
     if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
         mt_model_role_use(critic, MT_USE_TRAINING, error) != 0)
@@ -781,14 +786,15 @@ static double generation_gap(const mt_rl *rl) {
     return gap;
 }
 
-/* Steps of a role on all mini-batches, in micro-batches of `shape`. metrics: of the last one (NULL: not wanted). */
+/* Steps of a role on all mini-batches, in micro-batches of `shape`. own: what it has of its own, which may be `state`.
+ * Schedules do not count an iteration whose steps were all skipped in fp16. metrics: of the last one (NULL: not
+ * wanted). */
 static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape, const mt_run_state *state,
-                      int64_t *optimizer_step, mt_loss_scaler *loss_scaler, mt_batch *batch, mt_metrics *metrics,
-                      mt_error *error) {
+                      mt_run_state *own, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const mt_rollouts *r = &rl->rollouts;
     int64_t mini_batches = mt_divide_up(r->samples.count, o->stack.global_batch_size), *sequences = all_sequences(rl);
-    int64_t steps = o->ppo_epochs * mini_batches;
+    int64_t steps = o->ppo_epochs * mini_batches, skipped = own->skipped_samples, updates = own->optimizer_step;
     learner source = {rl, role};
     if (mt_model_role_is_apart(role)) batch = &role->batch;
     int status = mt_model_role_use(role, MT_USE_TRAINING, error);
@@ -796,12 +802,14 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, mt_options_data_seed(o), state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
         mt_run_state inner = *state;
-        inner.optimizer_step = *optimizer_step, inner.loss_scaler = *loss_scaler;
+        take_trained(&inner, own);
         plan_batches(rl, sequences, count, shape);
         status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
                                i + 1 == steps ? metrics : NULL, error);
-        *optimizer_step = inner.optimizer_step, *loss_scaler = inner.loss_scaler;
+        own->optimizer_step = inner.optimizer_step, own->loss_scaler = inner.loss_scaler;
     }
+    if (o->stack.fp16 && steps > 0 && status == 0 && own->optimizer_step == updates)
+        own->skipped_samples = skipped + o->stack.global_batch_size;
     if (status == 0) role->ops->stream_synchronize(mt_model_stream(role->model)); // its seconds end here
     rl->times.tokens[TRAINING] += (double)o->ppo_epochs * sequence_tokens(rl);
     free(sequences);
@@ -814,13 +822,11 @@ static int train(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     mt_metrics of_critic = {0};
     int status = 0;
     if (critic->model) {
-        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_steps, &rl->critic_scaler, batch,
-                            metrics ? &of_critic : NULL, error);
+        status = train_role(rl, critic, &rl->critic.shape, state, &rl->critic_state, batch, metrics ? &of_critic : NULL,
+                            error);
         if (status == 0) status = mt_model_role_use(critic, MT_USE_NOTHING, error);
     }
-    if (status == 0)
-        status = train_role(rl, &rl->actor, &rl->shape, state, &state->optimizer_step, &state->loss_scaler, batch,
-                            metrics, error);
+    if (status == 0) status = train_role(rl, &rl->actor, &rl->shape, state, state, batch, metrics, error);
     rl->value_loss = of_critic.loss;
     return status;
 }
@@ -941,7 +947,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     rl->times = (phase_times){0};
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
-    if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, state->consumed_train_samples);
+    if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));
     int status = roll_out(rl, state, batch, error);
     bool trains = mt_rollouts_count(r) > 0;
     if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);

@@ -590,7 +590,8 @@ const mt_option mt_option_table[] = {
 
     {.help = "fp8"},
     {"fp8-format", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid",
-     "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3", .excludes = "any: no-moe-grouped-gemm"},
+     "matrix products of layers in fp8; hybrid: gradients in e5m2, else e4m3",
+     .excludes = "any: no-moe-grouped-gemm, any: fp16"},
     {"fp8", MT_CHOICE, MT_AT(stack.fp8_format), MT_TRAIN, MT_OF_RUN, NULL, "none|e4m3|hybrid", "--fp8-format"},
     {"fp8-recipe", MT_CHOICE, MT_AT(stack.fp8_recipe), MT_TRAIN, MT_OF_RUN, "delayed",
      "delayed|tensorwise|blockwise|mxfp8",

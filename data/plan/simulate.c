@@ -898,7 +898,7 @@ static void mt_sim_count_messages(mt_simulated_message *messages, const mt_timel
 
 int mt_simulate_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
-        {!o->bf16, "a step is timed in bf16, or in fp8 beside it: add --bf16"},
+        {!o->bf16, "a step is timed in bf16, or in fp8 beside it: take --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
         {o->attention_backend == MT_ATTENTION_UNFUSED, "--attention-backend unfused is not timed; leave it out"},

@@ -841,10 +841,16 @@ static void print_data(const mt_run_options *o, const mt_run_state *start, const
     mt_blend_free(&blend);
 }
 
-/* The fast attention kernels of a GPU serve bf16 and fp16. */
+/* The fast attention kernels of a GPU serve bf16 and fp16, and on small GPUs narrow heads. */
 static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *file) {
+    int64_t widest = o->multi_latent_attention ? o->kv_channels + o->qk_pos_emb_head_dim : o->kv_channels;
     if (ops->on_device && !o->bf16 && !o->fp16)
-        fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add --bf16");
+        fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add %s",
+                ops->limits.no_bf16 ? "--fp16" : "--bf16");
+    else if (ops->limits.flash_channels > 0 && widest > ops->limits.flash_channels)
+        fprintf(file,
+                "\nAttention of heads over %lld channels takes plain kernels on this GPU, which are many times slower",
+                (long long)ops->limits.flash_channels);
 }
 
 void mt_report_opening(const mt_run_options *o, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
