@@ -4,10 +4,10 @@
 #
 #   A good guess:  an overflow after hundreds of clean steps is a first one again, and does not lower the scale; two in
 #                  succession do.
-#   What happens:  the count of spared overflows comes back only when the window is complete, 1,000 steps by default. Two
-#                  overflows that are 500 steps apart halve the scale, and then so does each later one.
+#   What happens:  the count of spared overflows comes back only when the window is complete, 1,000 steps by default.
+#                  Two overflows that are 500 steps apart halve the scale, and then so does each later one.
 #
-# usage: [PYTHON=python3.12] findings/hysteresis_does_not_come_back.sh   (3.12 or later, with venv; a connection; minutes)
+# usage: [PYTHON=python3.12] findings/hysteresis_does_not_come_back.sh   (3.12 or later, with venv; a connection)
 # Output seen:
 #   DynamicGradScaler, window 1000, hysteresis 2, from 65536
 #   overflow at step 1: 65536

@@ -145,7 +145,8 @@ refuses() {
 
 # A teacher reads the student's tokens.
 other_tokenizer_is_refused() {
-    cp -r "$work/teacher" "$work/odd" && rm "$work"/odd/iter*/tok* "$work"/odd/iter*/checksums.json &&
+    cp -r "$work/teacher" "$work/odd" && # a folder of weights, whose files anybody may change
+        rm "$work"/odd/iter*/tok* "$work"/odd/iter*/checksums.json "$work"/odd/iter*/trainer.json &&
         printf '%s' '{"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,' \
             '"post_processor": null, "decoder": null, "model": {"type": "BPE", "vocab": {"a": 98}, "merges": []}}' \
             >"$work/odd.json" || return 1

@@ -30,6 +30,15 @@ scores() {
     "$infer" --device cpu --score $base/tokens.i32 --seq-length 32 "$@" >"$work/out" 2>"$work/err" </dev/null
 }
 
+# A folder with other files: they stay, and may change without damage to the model.
+merging_beside_other_files_sums_its_own() {
+    mkdir -p "$work/beside/a/b" && echo mine >"$work/beside/a/b/file" && echo mine >"$work/beside/notes.txt" &&
+        tunes --train-iters 1 --save "$work/small_adapter" || return 1
+    "$infer" --load $base --load-adapter "$work/small_adapter" --merge-adapter "$work/beside" --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null && ! grep -q 'notes.txt\|b/file' "$work/beside/checksums.json" &&
+        echo changed >"$work/beside/notes.txt" && rm -r "$work/beside/a" && scores --load "$work/beside" --out "$work/d"
+}
+
 a_merged_model_scores_like_its_adapter() {
     tunes --train-iters 2 --save "$work/adapter" || return 1
     "$infer" --load $base --load-adapter "$work/adapter" --merge-adapter "$work/merged" --device cpu >"$work/out" \
@@ -369,6 +378,7 @@ the_reference_of_adapters_is_their_base() {
 
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter
 check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adapter
+check merging_beside_other_files_sums_its_own merging_beside_other_files_sums_its_own
 check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
 check what_a_folder_says_goes_with_every_save what_a_folder_says_goes_with_every_save
 check a_folder_does_not_lose_its_tokenizer a_folder_does_not_lose_its_tokenizer

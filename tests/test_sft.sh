@@ -51,6 +51,17 @@ a_model_remembers_the_template_plain() {
     done
 }
 
+# Trained on with another template, the model does not have plain's any more.
+another_template_takes_the_place_of_plain() {
+    special_tokenizer "$work/special.json"
+    printf '{"prompt":"Hello","response":"you"}\n' >"$work/plain.jsonl"
+    set -- --sft --data-path "$work/plain.jsonl" --split 1,0,0 --seq-length 64 --train-iters 1 --lr 0.01
+    trains_special "$@" --chat-template plain --save "$work/unmarked" &&
+        [ -e "$work/unmarked/iter_0000001/chat_template.jinja" ] &&
+        trains_special "$@" --chat-template chatml --load "$work/unmarked" --finetune --save "$work/marked" &&
+        [ ! -e "$work/marked/iter_0000001/chat_template.jinja" ]
+}
+
 # The same fine-tuning on two ranks, up to rounding.
 two_ranks_train_alike() {
     set -- --config data/recipes/sft-demo.yaml --load "$story" --train-epochs 3 --device cpu
@@ -235,7 +246,7 @@ fi
 for test in every_template_holds_a_conversation the_recipe_of_qwen3_runs the_loss_follows_its_option \
     bad_lines_are_named_and_counted preferences_resume_by_the_same_command \
     a_message_names_the_operand_that_is_not_finite a_model_remembers_the_template_plain \
-    options_without_meaning_are_refused; do
+    another_template_takes_the_place_of_plain options_without_meaning_are_refused; do
     check $test $test
 done
 exit $failed

@@ -72,6 +72,9 @@ each_set_has_a_loss() {
         says '  validation-1 loss ' "$work/out" &&
         runs 1 "$@" --validation-set-names wiki code 'c c' && loss validation-wiki_loss "$a" &&
         loss 'validation-c c_loss' "$c" && says '  validation-code loss ' "$work/out" || return 1
+    refused 'two sets are named a' runs_here 1 "$@" --validation-set-names a b a &&
+        refused 'up to 80 characters of ASCII' runs_here 1 "$@" --validation-set-names a b "$(printf 'c\001')" ||
+        return 1
     refused 'validation-set-names has 2 names, and --valid-data-path 3 sets' runs_here 1 "$@" \
         --validation-set-names a b
 }

@@ -3,8 +3,9 @@
 #include "adapter_merge.h"
 
 #include "../base/file.h"
-#include "../models/special_tokens.h"
 #include "../models/hf_config.h"
+#include "../models/special_tokens.h"
+#include "../options/option_table.h"
 #include "checkpoint_folder.h"
 #include "checkpoint_save.h"
 
@@ -74,10 +75,20 @@ static int mt_merged_refuse(const char *folder, const char *name, void *error) {
                         folder, name);
 }
 
+/* The names of a folder before the merge. */
+static int mt_merged_note(const char *folder, const char *name, void *others) {
+    (void)folder;
+    mt_strings_add(others, name);
+    return 0;
+}
+
+/* Removes what the merge wrote. */
 static int mt_merged_remove(const char *folder, const char *name, void *context) {
+    const mt_strings *others = context;
+    for (int64_t i = 0; i < others->count; i++)
+        if (strcmp(name, others->items[i]) == 0) return 0;
     char *path = mt_path_join(folder, name);
-    (void)context;
-    if (mt_is_merged(name)) unlink(path);
+    unlink(path);
     free(path);
     return 0;
 }
@@ -85,20 +96,27 @@ static int mt_merged_remove(const char *folder, const char *name, void *context)
 int mt_adapter_merge(mt_model *m, const mt_run_options *o, const mt_tokenizer *tokenizer, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_checksums sums = {0};
+    mt_strings others = {0};
     int status = 0;
     if (world->rank == 0) status = mt_folder_create(o->merge_adapter, "--merge-adapter", error);
     if (world->rank == 0 && status == 0 && mt_folder_has_weights(o->merge_adapter))
         status =
             mt_error_set(error, "--merge-adapter %s: holds a model already; name another folder", o->merge_adapter);
     if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_refuse, error);
-    if (mt_agree(world, status != 0, error) != 0) return -1;
+    if (world->rank == 0 && status == 0) status = mt_folder_visit(o->merge_adapter, mt_merged_note, &others);
+    if (mt_agree(world, status != 0, error) != 0) {
+        mt_strings_free(&others);
+        return -1;
+    }
     mt_model_merge_adapters(m);
     status = mt_safetensors_save_folder(m, o->merge_adapter, "model", 5000000000, "--merge-adapter", &sums, error);
     bool failed = status == 0 && world->rank == 0 &&
                   (mt_model_files_write(o, o->merge_adapter, "--merge-adapter", tokenizer, error) != 0 ||
-                   mt_checksums_write(&sums, o->merge_adapter, "--merge-adapter", error) != 0);
+                   mt_checksums_write(&sums, o->merge_adapter, &others, "--merge-adapter", error) != 0);
     if (status == 0) status = mt_agree(world, failed, error);
-    if (status != 0 && world->rank == 0) mt_folder_visit(o->merge_adapter, mt_merged_remove, NULL); // for another try
+    if (status != 0 && world->rank == 0)
+        mt_folder_visit(o->merge_adapter, mt_merged_remove, &others); // for another try
     mt_checksums_free(&sums);
+    mt_strings_free(&others);
     return status;
 }

@@ -1032,6 +1032,7 @@ static void mt_checkpoint_retain(const mt_run_options *o, const char *folder, in
 typedef struct mt_summed {
     mt_checksums *sums;
     const char *folder;
+    const mt_strings *others; // names in the folder that are left out, or NULL
     mt_error *error;
 } mt_summed;
 
@@ -1040,7 +1041,7 @@ static int mt_sums_add(const char *folder, const char *name, void *context);
 /* Adds a file of a folder in the summed folder. */
 static int mt_sums_add_below(const char *folder, const char *name, void *context) {
     mt_summed *s = context;
-    char *inner = mt_path_join(strrchr(folder, '/') + 1, name);
+    char *inner = mt_path_join(folder + strlen(s->folder) + 1, name);
     int status = mt_sums_add(s->folder, inner, s);
     free(inner);
     return status;
@@ -1052,6 +1053,8 @@ static int mt_sums_add(const char *folder, const char *name, void *context) {
     int64_t bytes;
     struct stat entry;
     if (mt_checksums_find(s->sums, name)) return 0;
+    for (int64_t i = 0; s->others && i < s->others->count; i++)
+        if (strcmp(name, s->others->items[i]) == 0) return 0;
     char *path = mt_path_join(folder, name);
     if (stat(path, &entry) == 0 && S_ISDIR(entry.st_mode)) {
         int status = mt_folder_visit(path, mt_sums_add_below, s);
@@ -1083,8 +1086,9 @@ static int mt_checksums_compare(const void *a, const void *b) {
     return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
 }
 
-int mt_checksums_write(mt_checksums *sums, const char *folder, const char *option, mt_error *error) {
-    mt_summed summed = {sums, folder, error};
+int mt_checksums_write(mt_checksums *sums, const char *folder, const mt_strings *others, const char *option,
+                       mt_error *error) {
+    mt_summed summed = {sums, folder, others, error};
     int status = mt_folder_visit(folder, mt_sums_add, &summed);
     if (sums->count > 0) qsort(sums->files, (size_t)sums->count, sizeof *sums->files, mt_checksums_compare);
     char *text = mt_checksums_print(sums);
@@ -1359,7 +1363,7 @@ static void *mt_saver_publish(void *context) {
     mt_checksums *sums = &s->save.writer.sums;
     char *path = mt_path_join(s->folder, s->name);
     int status = s->save.sets[0].dist ? mt_dist_archives_write(&s->save.sets[0], sums, s->temporary, false, error) : 0;
-    if (status == 0) status = mt_checksums_write(sums, s->temporary, "--save", error);
+    if (status == 0) status = mt_checksums_write(sums, s->temporary, NULL, "--save", error);
     if (status == 0) status = mt_folder_visit(s->temporary, mt_sync_entry, error);
     if (status == 0) status = mt_file_sync(s->temporary, "--save", error);
     if (status == 0) status = mt_folder_rename(s->temporary, path, error);

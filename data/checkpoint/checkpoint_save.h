@@ -69,8 +69,9 @@ int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *
                                const char *option, mt_checksums *sums, mt_error *error);
 
 /* Writes checksums.json: `sums`, which has those of the files of tensors, and those of all other files that are in the
- * folder and in folders of it, which this reads. */
-int mt_checksums_write(mt_checksums *sums, const char *folder, const char *option, mt_error *error);
+ * folder and in folders of it, which this reads. Names in `others` (NULL: none) are left out. */
+int mt_checksums_write(mt_checksums *sums, const char *folder, const mt_strings *others, const char *option,
+                       mt_error *error);
 
 /* Sets the values of a tensor, [bytes] of its type, which are 0 before; its `params` are those of the plan. */
 typedef int mt_tensor_source(void *context, const mt_saved_tensor *tensor, void *values, mt_error *error);

@@ -196,7 +196,7 @@ int mt_checkpoint_convert(const mt_run_options *o, const mt_tokenizer *tokenizer
         status = mt_saved_write(&set, &written, dtype, folder, mt_converted_fill, &c, &sums, error);
     }
     if (status == 0) status = mt_model_files_write(&written, folder, "--convert", tokenizer, error);
-    if (status == 0) status = mt_checksums_write(&sums, folder, "--convert", error);
+    if (status == 0) status = mt_checksums_write(&sums, folder, NULL, "--convert", error);
     if (status == 0) status = mt_file_sync(folder, "--convert", error); // the tracker must not reach the disk first
     if (status == 0 && dist) {
         char *tracker = mt_path_join(o->convert, "latest_checkpointed_iteration.txt");

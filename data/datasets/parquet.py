@@ -38,9 +38,9 @@ def plain(value):
     return str(value)  # Decimal, UUID, timedelta
 
 
-# The rows of a batch, each a list of values. A map is a list of pairs of a key and its value.
+# The names of the columns, then rows, each a list of values. Of a path, pyarrow reads a scheme such as s3:.
 def by_pyarrow(path):
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
         yield list(file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
             columns = [values_of(column) for column in batch.columns]

@@ -683,8 +683,10 @@ static int read_answer(const reader *r, const json_t *object, mt_question *quest
     if (!answer)
         return mt_error_set(error, "has no \"%s\" for the reward to compare with; name the field with --answer-key",
                             name);
-    if (!json_is_string(answer) && !json_is_number(answer))
-        return mt_error_set(error, "\"%s\" is neither a text nor a number", name);
+    bool is_good = json_is_string(answer) || json_is_number(answer);
+    bool is_wanted = r->config->needs_answer || r->config->answer_key || strcmp(name, "answer") == 0;
+    if (!is_good && !is_wanted) return 0; // another program's field, which may be a list
+    if (!is_good) return mt_error_set(error, "\"%s\" is neither a text nor a number", name);
     double value = json_number_value(answer);
     bool whole = json_is_number(answer) && value == floor(value);
     if (whole && fabs(value) >= 0x1p53)

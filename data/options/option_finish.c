@@ -276,9 +276,20 @@ static int mt_options_check_prefixes(const mt_run_options *o, mt_error *error) {
 
 static int mt_options_check_validation_sets(const mt_run_options *o, mt_error *error) {
     int64_t names = o->validation_set_names.count, sets = o->valid_data_path.count;
-    for (int64_t i = 0; i < names; i++)
-        if (strpbrk(o->validation_set_names.items[i], "\"\\\n\r\t"))
-            return mt_error_set(error, "--validation-set-names: a name has no quotes, backslashes, tabs or line ends");
+    char *const *items = o->validation_set_names.items;
+    for (int64_t i = 0; i < names; i++) {
+        bool good = *items[i] && strlen(items[i]) <= 80;
+        for (const char *p = items[i]; *p && good; p++) good = *p >= ' ' && *p < 127 && *p != '"' && *p != '\\';
+        if (!good)
+            return mt_error_set(error,
+                                "--validation-set-names: a name has up to 80 characters of ASCII, no quote "
+                                "and no backslash, not '%.80s'",
+                                items[i]);
+        for (int64_t k = 0; k < i; k++)
+            if (strcmp(items[i], items[k]) == 0)
+                return mt_error_set(error, "--validation-set-names: two sets are named %s; give each a name of its own",
+                                    items[i]);
+    }
     if (names == 0 || names == sets) return 0;
     return mt_error_set(error,
                         "--validation-set-names has %lld names, and --valid-data-path %lld sets; make them equal",

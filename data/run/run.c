@@ -31,6 +31,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- errors */
 
@@ -258,6 +259,11 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     const mt_tokenizer *saved = r->tokenizer ? r->tokenizer : r->kept;
     if (!saved) return 0;
     int status = mt_tokenizer_save(saved, folder, error);
+    if (status == 0 && r->drops_template) {
+        char *path = mt_path_join(folder, "chat_template.jinja");
+        unlink(path);
+        free(path);
+    }
     if (status != 0 || !r->chat_program || mt_folder_has(folder, "chat_template.jinja")) return status;
     char *path = mt_path_join(folder, "chat_template.jinja");
     status = mt_file_write(path, r->chat_program, (int64_t)strlen(r->chat_program), "--save", error);
@@ -296,6 +302,7 @@ static void keep_chat_program(mt_run *r, const mt_chat *chat, const char *path) 
     mt_chat *own = NULL;
     bool has_own = path && mt_chat_open(&own, MT_CHAT_AUTO, r->tokenizer, path, &ignored) == 0;
     if (!has_own || mt_chat_program(own)) r->chat_program = mt_chat_program(chat);
+    r->drops_template = has_own && mt_chat_program(own) && !r->chat_program; // plain's, and now one without a program
     mt_chat_close(own);
 }
 

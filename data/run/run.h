@@ -21,6 +21,7 @@ typedef struct mt_run {
     mt_error kept_note; // a line on the tokenizer that checkpoints will have; empty: nothing to say
     const char
         *chat_program;      // of the template of conversations, which the tokenizer's folder lacks; NULL: none to save
+    bool drops_template;    // that of the tokenizer's folder: another one was trained with
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
     mt_data *data;

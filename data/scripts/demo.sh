@@ -63,7 +63,7 @@ run $launch "$bin/train" $layout \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$tokenizer" \
     --data-path "${corpus}_text_document" --split 95,5,0 \
     --micro-batch-size 8 --global-batch-size 16 --train-iters "$iterations" \
-    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
     --save "$model" --metrics "$model/metrics.jsonl" --overwrite
