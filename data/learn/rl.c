@@ -527,7 +527,7 @@ void mt_rl_close(mt_rl *rl) {
     free(rl);
 }
 
-/* What each role that trains has of its own. */
+/* The numbers that each role that trains has of its own. */
 static void take_trained(mt_run_state *to, const mt_run_state *from) {
     to->optimizer_step = from->optimizer_step, to->loss_scaler = from->loss_scaler;
     to->skipped_samples = from->skipped_samples;
