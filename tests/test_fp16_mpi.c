@@ -163,7 +163,6 @@ static const char *const overflowing[] = {
     " --check-for-spiky-loss",
     " --optimizer sgd" SHARD "optim",
     " --optimizer lion",
-    " --optimizer muon" TP "2" SP,
     " --use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp8" SHARD "optim",
     PP "2"
        " --pipeline-schedule zb-h1 --accumulate-allreduce-grads-in-fp32",
