@@ -116,7 +116,9 @@ static char *train_with_overflow(subject subject, const char *words, place place
         bool strikes = step == STRUCK, struck = step >= STRUCK;
         assert_int_equal(fault.times, strikes && rank != world.world.rank);
         fault.times = 0;
-        assert_int_equal(metrics.skipped, struck);
+        if (metrics.skipped != struck)
+            fail_msg("%s: place %d, %g on rank %d: %lld steps skipped at step %d", words, (int)place, (double)value,
+                     rank, (long long)metrics.skipped, step);
         assert_true(isfinite(metrics.loss) && isfinite(metrics.grad_norm) != strikes);
         assert_int_equal(t.state.iteration, step);
         assert_int_equal(t.state.optimizer_step, step - struck);
@@ -163,9 +165,6 @@ static const char *const overflowing[] = {
     " --check-for-spiky-loss",
     " --optimizer sgd" SHARD "optim",
     " --optimizer lion",
-    " --use-precision-aware-optimizer --exp-avg-dtype fp16 --exp-avg-sq-dtype fp8" SHARD "optim",
-    PP "2"
-       " --pipeline-schedule zb-h1 --accumulate-allreduce-grads-in-fp32",
 };
 
 /* The steps are the same on every layout, for every rank and place; and the run does not depend on the rank, since the
@@ -184,7 +183,8 @@ static void check_overflows(subject subject, const char *const *words, int count
                 int64_t bytes, first_bytes = 0;
                 float value = values[i % 4];
                 if (where == OF_EXPERTS && !has_experts) continue;
-                if (value == values[0] && (in_fp32 || where == OF_ACTIVATIONS)) value = INFINITY;
+                if (value == values[0] && (in_fp32 || strstr(all, "--optimizer ") || where == OF_ACTIVATIONS))
+                    value = INFINITY;
                 char *end = train_with_overflow(subject, all, (place)where, value, rank, &bytes);
                 if (!first)
                     first = end, first_bytes = bytes;
