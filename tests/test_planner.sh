@@ -461,7 +461,7 @@ refusals_name_the_reason() {
         refused 'data/machines/none.json' "$train" $common $small --gpu none --print-launch 2 &&
         refused 'data/machines/none.json' "$train" $common $small --gpu none &&
         refused '--gpus starts no ranks: .* mpirun -np 2' "$train" $common $small --gpus 2 &&
-        refused 'add --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
+        refused 'take --bf16' "$train" --mock-data --train-iters 1 --lr 1 $small --explain --gpus 1 &&
         refused 'is not timed' $base --gpus 1 --rerun-mode validate_results &&
         refused 'is not timed, as its time depends on the samples; leave it out' $base --gpus 2 --sft \
             --context-parallel-size 2 --dynamic-context-parallel &&
@@ -930,7 +930,7 @@ ranks_to_launch_are_planned() {
             --sequence-parallel || return 1
     # shellcheck disable=SC2086
     "$train" $common $sharded 2 --bf16=false >"$work/out" 2>"$work/err" && says '^ranks 2' "$work/out" &&
-        says '^warning: --gpu h100: whether it has room is not checked: .* add --bf16' "$work/err"
+        says '^warning: --gpu h100: whether it has room is not checked: .* take --bf16' "$work/err"
 }
 
 # A plan saves nothing, so a signal ends it at once.
