@@ -896,7 +896,7 @@ EOF
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
         --role actor_train $small || return 1
     refuses_changes trinity6 's/TYPE/sapo=algorithm_type cannot be sapo: take ppo' \
-        's/TYPE/dpo=algorithm_type cannot be dpo: its loss' \
+        's/TYPE/dpo=algorithm_type cannot be dpo: its loss' 's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
         's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
         's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
     sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
@@ -1120,6 +1120,31 @@ keys_of_other_roles_of_verl_are_known() {
     prints "$work/good.yaml" reward && sets reward_model.micro_batch_size_per_gpu micro-batch-size 2 &&
         sets reward_model.megatron.seed seed 3 && unused reward_model.reward_manager "verl's Python" &&
         refused 'has the roles actor_train, reward$' "$train" --config "$work/good.yaml" --role student
+}
+
+# Any value of another kind in the place of a key's value is read or refused.
+values_of_other_kinds_do_no_harm() {
+    runs=0
+    while read -r example of; do
+        count=$(wc -l <"$roles/$example.yaml")
+        for line in $(seq "$count"); do
+            for value in '[]' '""' '[x]' '{a: b}'; do
+                sed "${line}s/^\( *[^ #]*:\) .*/\1 $value/" "$roles/$example.yaml" >"$work/other.yaml"
+                ! cmp -s "$work/other.yaml" "$roles/$example.yaml" || continue
+                runs=$((runs + 1)) status=0
+                prints "$work/other.yaml" "$of" || status=$?
+                [ $status = 0 ] || { [ $status = 1 ] && says '^error: ' "$work/err"; } || {
+                    echo "$example, line $line, $value: exit status $status"
+                    return 1
+                }
+            done
+        done
+    done <<END
+roll sft_train
+verl actor_train
+END
+    echo "$runs files"
+    [ "$runs" -gt 100 ]
 }
 
 values_are_checked() {
@@ -1437,6 +1462,7 @@ check unknown_keys_have_a_line_and_a_name unknown_keys_have_a_line_and_a_name
 check keys_of_other_roles_are_known keys_of_other_roles_are_known
 check keys_of_other_roles_of_verl_are_known keys_of_other_roles_of_verl_are_known
 check values_are_checked values_are_checked
+check values_of_other_kinds_do_no_harm values_of_other_kinds_do_no_harm
 check references_lead_somewhere references_lead_somewhere
 check references_do_not_explode references_do_not_explode
 check roles_are_named roles_are_named

@@ -274,8 +274,10 @@ static bool is_number(const char *text, double *value) {
 /* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and, for dapo, that
  * there is no divergence. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
-    char *type = sibling_text(r, mapping, "algorithm_type"), *loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = type && mt_choice_index("gspo|cispo|sft", type) >= 0;
+    char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
+    if (!type) return; // a list, which the option refuses
+    loss = sibling_text(r, mapping, "policy_loss_fn");
+    bool has_loss = mt_choice_index("gspo|cispo|sft", type) >= 0;
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
     if (loss && strcmp(loss, own) != 0) {
@@ -380,7 +382,7 @@ static int take_strategy(reader *r, const mt_role_key *row, const mt_yaml_node *
     int status = is_megatron ? mt_yaml_follow(r->yaml, &node) : 0;
     if (status == 0 && is_megatron && !mt_yaml_is_null(node)) status = take_section(r, node, row->text, line);
     if (!is_megatron && !r->is_other)
-        add_entry(r, MT_ENTRY_UNUSED, line, name ? name : "the engine without a strategy_name");
+        add_entry(r, MT_ENTRY_UNUSED, line, name && *name ? name : "the engine without a strategy_name");
     free(name);
     return status;
 }
