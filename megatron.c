@@ -4218,7 +4218,7 @@ static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reductio
 
 /* The types of a reduction's operands. */
 static bool mt_is_reduced(mt_dtype dtype) {
-    return dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64;
+    return dtype == MT_F32 || dtype == MT_F64 || mt_dtype_is_half(dtype);
 }
 
 static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
@@ -10242,9 +10242,9 @@ static mt_weight mt_word_embedding(const mt_model *m) {
 
 /* Multiplies x[R, C] by the model's factor of embeddings, in the model's type, as transformers rounds it. */
 static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
-    float factor = (float)m->options->embedding_multiplier, rounded, scratch;
-    mt_row_store(&rounded, 0, &factor, 1, m->dtype);
-    mt_scale(m, p, x, *mt_row_load(&scratch, &rounded, 0, 1, m->dtype));
+    float factor = (float)m->options->embedding_multiplier;
+    if (mt_dtype_is_half(m->dtype)) factor = mt_half_to_f32(mt_f32_to_half(factor, m->dtype), m->dtype);
+    mt_scale(m, p, x, factor);
 }
 
 /* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a

@@ -484,8 +484,8 @@ static void the_sparse_loss_is_over_the_selected_keys(void **state) {
     subject_close(&all), subject_close(&some);
 }
 
-/* In fp8 the indexer's backward reads the values of its own layer: gradients are those where they are computed again.
- */
+/* In fp8 the indexer's backward reads the values of its own layer: gradients are those of values that are computed
+ * again. */
 static void gradients_in_fp8_are_those_of_recomputation(void **state) {
     (void)state;
 #define IN_FP8 SPARSE "7 --dsa-indexer-loss-coeff 1 --bf16 --fp8-format hybrid --fp8-recipe tensorwise"

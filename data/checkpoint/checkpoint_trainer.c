@@ -168,8 +168,8 @@ int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_averag
     bool reorders = !o->no_load_rng && loader != (int64_t)o->dataloader_type;
     if (reorders)
         return mt_error_set(error,
-                            "%s: the run was begun with --dataloader-type %s; give that, or begin anew by "
-                            "--finetune",
+                            "%s: the run was begun with --dataloader-type %s; give that, or begin anew "
+                            "by --finetune",
                             path, loader == MT_DATALOADER_CYCLIC ? "cyclic" : "single");
     if (!writes && mt_trainer_agrees(path, "--sequence-packing", packed, o->sequence_packing, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, o->stack.seq_length, error);

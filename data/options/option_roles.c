@@ -183,9 +183,8 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|dynamic-"
-                                   "sampling|recompute-granularity|lora-rank|"
-                                   "optimizer-cpu-offload";
+    static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
+                                   "dynamic-sampling|recompute-granularity|lora-rank|optimizer-cpu-offload";
     const mt_run_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;

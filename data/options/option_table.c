@@ -787,8 +787,7 @@ const mt_option mt_option_table[] = {
      .excludes = "tokens-file"},
     {"data-seed", MT_INT, MT_AT(data_seed), MT_TRAIN, MT_OF_RUN, "-1", "[-1,4294967295]",
      "seed of the order of samples or prompts, and of synthetic tokens; weights, dropout and responses keep --seed; "
-     "-1: "
-     "--seed",
+     "-1: --seed",
      .own = true},
     {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "int32 [iterations, global batch, seq + 1], read in order",
@@ -821,8 +820,7 @@ const mt_option mt_option_table[] = {
     {.help = "fine-tuning: samples of any length"},
     {"sft", MT_FLAG, MT_AT(sft), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "train on samples of any length up to --seq-length, each with attention and positions of its own: on JSON Lines "
-     "or "
-     "Parquet in --data-path; --mock-data: with log-normal lengths",
+     "or Parquet in --data-path; --mock-data: with log-normal lengths",
      .excludes = "tokens-file, dataloader-type"},
     {"sequence-packing", MT_FLAG, MT_AT(sequence_packing), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "pack several samples into a row of --seq-length; a row is one sample of --global-batch-size (default for "
@@ -1217,8 +1215,7 @@ const mt_option mt_option_table[] = {
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
     {"convert", MT_STRING, MT_AT(convert), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for about "
-     "one "
-     "tensor",
+     "one tensor",
      .excludes = "prompt, prompts, prompt-tokens, print-tokens, chat, score, load-adapter", .own = true},
     {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the whole model with the adapter merged into this folder, and end", .needs = "load-adapter",
@@ -1230,8 +1227,7 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE",
      "prompts to continue, JSON Lines or Parquet as for --stage rl of train, with --chat-template; --out gets a line "
-     "for each, in "
-     "order",
+     "for each, in order",
      .needs = "out", .excludes = "prompt, prompt-tokens, print-tokens, chat, score, merge-adapter", .own = true},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
      "tokens to continue; needs no tokenizer", .own = true},

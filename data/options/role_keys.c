@@ -192,8 +192,7 @@ static const mt_role_key keys[] = {
      "agent_runner_cls default_history_length",
      MT_KEY_REFUSED,
      "responses to prompts are trained, without environments: take prompts from files "
-     "(actor_train.data_args.file_name) "
-     "and remove these keys",
+     "(actor_train.data_args.file_name) and remove these keys",
      NULL, LEARNER},
     {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
     {"roll", "reward_system_config", MT_KEY_UNUSED, PYTHON},

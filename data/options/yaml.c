@@ -556,8 +556,7 @@ int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *pat
     return -1;
 }
 
-/* ---- changes of the command line -----------------------------------------------------------------------------------
- */
+/* ---- changes of the command line */
 
 /* A section of `section` that nothing else uses, as aliases do: a copy in its place. */
 static mt_yaml_node *own_section(mt_yaml *yaml, mt_yaml_node *section, int64_t i) {

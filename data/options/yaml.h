@@ -62,9 +62,8 @@ int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *pat
 void mt_yaml_close(mt_yaml *yaml);
 
 /* Changes the tree as Hydra's command line does: "a.b=VALUE" gives a key its value in YAML, or adds it; "+a.b=VALUE"
- * and
- * "++a.b=VALUE" are the same; "~a.b" removes it. Sections that are missing are added, and one
- * that an alias shares is changed in this place alone. */
+ * and "++a.b=VALUE" are the same; "~a.b" removes it. Sections that are missing are added, and one that an alias shares
+ * is changed in this place alone. */
 int mt_yaml_override(mt_yaml *yaml, const char *text);
 
 /* True for a text of the form that mt_yaml_override takes. */

@@ -19,8 +19,8 @@ typedef struct mt_run {
     mt_tokenizer *tokenizer;
     mt_tokenizer *kept; // files of a tokenizer that this program cannot open, to be saved; NULL: none
     mt_error kept_note; // a line on the tokenizer that checkpoints will have; empty: nothing to say
-    const char
-        *chat_program;      // of the template of conversations, which the tokenizer's folder lacks; NULL: none to save
+    // The program of the template of conversations, which the tokenizer's folder lacks. NULL: there is none to save.
+    const char *chat_program;
     bool drops_template;    // that of the tokenizer's folder: another one was trained with
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
