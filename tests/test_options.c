@@ -378,7 +378,7 @@ static void rules_between_values_hold_for_a_struct(void **state) {
         const char *set[5], *expected;
     } cases[] = {
         {{"swiglu", "true", "openai-gelu", "true"}, "--swiglu and --openai-gelu exclude each other"},
-        {{"multi-latent-attention", "true"}, "--multi-latent-attention needs --normalization RMSNorm"},
+        {{"multi-latent-attention", "true"}, "--multi-latent-attention needs --position-embedding-type rope|none"},
         {{"rope-scaling-type", "llama3"}, "--rope-scaling-type needs --position-embedding-type rope"},
         {{"num-query-groups", "3", "group-query-attention", "true"}, "must be a multiple of --num-query-groups 3"},
         {{"hidden-size", "66"}, "--hidden-size 66 must be a multiple of --num-attention-heads"},
@@ -461,8 +461,9 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     (void)state;
 #define LATENT_RUN RUN "--normalization RMSNorm --position-embedding-type rope --multi-latent-attention "
     expect_error(RUN "--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention");
-    expect_error(RUN "--multi-latent-attention",
-                 "--multi-latent-attention needs --normalization RMSNorm, not LayerNorm");
+    expect_error(RUN "--latent-norm-epsilon 1e-6", "--latent-norm-epsilon needs --multi-latent-attention");
+    expect_error(RUN "--multi-latent-attention --qk-layernorm --position-embedding-type rope",
+                 "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm");
     expect_error(RUN "--multi-latent-attention --normalization RMSNorm",
                  "--multi-latent-attention needs --position-embedding-type rope|none, not learned_absolute");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
@@ -1067,8 +1068,7 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
 }
 
 /* A file is for command lines, and so are names without effect: a program has no line to print them on. */
-/* A note is for what changes no number: not for switching off what Megatron-LM has by default and this program too,
- * and not for sums in fp32 beside those in bf16. */
+/* To switch off a default of Megatron-LM that this program has changes numbers, and so do sums in fp32 beside bf16. */
 static void names_that_would_change_numbers_are_no_notes(void **state) {
     (void)state;
     static const char *const sums[] = {"ddp-reduce-scatter-with-fp32-accumulation",
@@ -1882,7 +1882,7 @@ static void latent_attention_counts_as_megatron_counts_it(void **state) {
         "--num-layers 1 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 --vocab-size "
         "129280 --mock-data --seq-length 4096 --train-iters 1 --lr 1 --swiglu --normalization RMSNorm "
         "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
-        "--multi-latent-attention --kv-lora-rank 512 ";
+        "--multi-latent-attention --qk-layernorm --kv-lora-rank 512 ";
     for (int latent = 0; latent < 2; latent++) { // of the queries
         mt_run_options o;
         char line[700];
@@ -3413,8 +3413,10 @@ static void expect_round_trip(const char *line, const char *family) {
     mt_options_free(&options), mt_options_free(&again);
 }
 
-#define LENGTHS    "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
-#define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
+#define LENGTHS "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
+#define LATENT                                                                                                         \
+    "--multi-latent-attention --qk-layernorm --latent-norm-epsilon 1e-6 --kv-lora-rank 16 --qk-head-dim 8 "            \
+    "--qk-pos-emb-head-dim 4 --v-head-dim 6 "
 #define GATED      "--num-experts 8 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
 #define SHARED     "--moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 16 "
 #define SIGMOIDS   "--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "

@@ -307,8 +307,8 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     return true;
 }
 
-/* Options of the model that an argument of another form holds, or mt_core_check_arguments compares, and those that
- * change training alone. Any other option without an argument must have its default: Megatron-LM would build another
+/* Options of the model that an argument of another form holds, or mt_core_check_arguments compares, and options
+ * of training alone. Any other option without an argument must have its default: Megatron-LM would build another
  * model from the arguments. */
 static const size_t mt_core_other_arguments[] = {
     MT_AT(group_query_attention),
@@ -330,6 +330,7 @@ static const size_t mt_core_other_arguments[] = {
     MT_AT(stack.yarn_attention_factor),
     MT_AT(stack.init_method_std),
     MT_AT(stack.moe_aux_loss_coeff),
+    MT_AT(stack.latent_norm_epsilon),
 };
 
 /* True if the arguments describe the model whatever value this option has. */
@@ -361,6 +362,15 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
     if (is_latent && (is_llama3 || o->rope_scaling_type == MT_ROPE_SCALING_LINEAR || o->softmax_scale > 0))
         return mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core has neither "
                                    "--softmax-scale nor RoPE scaled other than by yarn; leave --ckpt-format out");
+    if (is_latent && o->position_embedding_type != MT_POSITION_ROPE)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: latent attention of Megatron-Core has RoPE in any case, and "
+                            "this model has none; leave --ckpt-format out");
+    if (is_latent && o->qk_layernorm && o->latent_norm_epsilon > 0 && o->latent_norm_epsilon != o->norm_epsilon)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: norms of Megatron-Core add one epsilon, and this model's norms "
+                            "of latents add %g, the others %g; leave --ckpt-format out",
+                            o->latent_norm_epsilon, o->norm_epsilon);
     if (o->attention_output_bias != run->add_bias_linear || o->mlp_bias != run->add_bias_linear)
         return mt_error_set(error,
                             "--ckpt-format torch_dist: arguments of Megatron-LM hold biases of all linear layers, "
