@@ -5719,13 +5719,18 @@ static const mt_mixer_kind mt_variant_mixers[] = {
     [MT_VARIANT_KDA] = MT_MIXER_KDA,
 };
 
+/* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
+static bool mt_has_rope(const mt_options *o) {
+    bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+}
+
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
     char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
     bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
-    bool has_rope =
-        o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
+    bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
@@ -6878,7 +6883,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 }
 
 double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0; // latent attention without RoPE
+    if (!mt_has_rope(o)) return 0; // latent attention without RoPE
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;

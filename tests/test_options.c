@@ -378,7 +378,7 @@ static void rules_between_values_hold_for_a_struct(void **state) {
         const char *set[5], *expected;
     } cases[] = {
         {{"swiglu", "true", "openai-gelu", "true"}, "--swiglu and --openai-gelu exclude each other"},
-        {{"multi-latent-attention", "true"}, "--multi-latent-attention needs --position-embedding-type rope|none"},
+        {{"multi-latent-attention", "true", "qk-layernorm", "true"}, "needs --normalization RMSNorm"},
         {{"rope-scaling-type", "llama3"}, "--rope-scaling-type needs --position-embedding-type rope"},
         {{"num-query-groups", "3", "group-query-attention", "true"}, "must be a multiple of --num-query-groups 3"},
         {{"hidden-size", "66"}, "--hidden-size 66 must be a multiple of --num-attention-heads"},
@@ -464,8 +464,7 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(RUN "--latent-norm-epsilon 1e-6", "--latent-norm-epsilon needs --multi-latent-attention");
     expect_error(RUN "--multi-latent-attention --qk-layernorm --position-embedding-type rope",
                  "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm");
-    expect_error(RUN "--multi-latent-attention --normalization RMSNorm",
-                 "--multi-latent-attention needs --position-embedding-type rope|none, not learned_absolute");
+    expect_error(RUN "--rotary-interleaved", "--rotary-interleaved needs --position-embedding-type rope");
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
     expect_error(LATENT_RUN "--num-query-groups 2",
                  "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");

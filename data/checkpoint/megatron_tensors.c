@@ -362,7 +362,7 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
     if (is_latent && (is_llama3 || o->rope_scaling_type == MT_ROPE_SCALING_LINEAR || o->softmax_scale > 0))
         return mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core has neither "
                                    "--softmax-scale nor RoPE scaled other than by yarn; leave --ckpt-format out");
-    if (is_latent && o->position_embedding_type != MT_POSITION_ROPE)
+    if (is_latent && o->position_embedding_type == MT_POSITION_NONE)
         return mt_error_set(error,
                             "--ckpt-format torch_dist: latent attention of Megatron-Core has RoPE in any case, and "
                             "this model has none; leave --ckpt-format out");

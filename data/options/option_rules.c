@@ -268,6 +268,8 @@ static int mt_options_check_latents(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {o->multi_latent_attention && o->qk_layernorm && o->normalization != MT_RMSNORM,
          "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm"},
+        {o->rotary_interleaved && o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention,
+         "--rotary-interleaved needs --position-embedding-type rope"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

@@ -49,12 +49,13 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
-    # latent attention without norms of its latents, beside LayerNorm and biases; and norms of another epsilon
+    # latent attention without norms of its latents, beside LayerNorm, biases and learned positions; and norms of another epsilon
     "mla_plain": (1, "torch_dist", False,
                   dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8,
                        qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0,
                        num_layers=1, hidden_size=8, ffn_hidden_size=12, num_query_groups=4,
-                       group_query_attention=False, normalization="LayerNorm", add_bias_linear=True)),
+                       group_query_attention=False, normalization="LayerNorm", add_bias_linear=True,
+                       position_embedding_type="learned_absolute")),
     "mla_epsilon": (1, "torch_dist", False,
                     dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                          v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, num_layers=1, hidden_size=8,
