@@ -5690,6 +5690,12 @@ static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
 }
 
+/* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
+static bool mt_has_rope(const mt_options *o) {
+    bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+}
+
 bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
@@ -5718,12 +5724,6 @@ static const mt_mixer_kind mt_variant_mixers[] = {
     [MT_VARIANT_MAMBA2] = MT_MIXER_MAMBA2,
     [MT_VARIANT_KDA] = MT_MIXER_KDA,
 };
-
-/* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
-static bool mt_has_rope(const mt_options *o) {
-    bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
-}
 
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
