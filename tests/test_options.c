@@ -465,6 +465,15 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(RUN "--multi-latent-attention --qk-layernorm --position-embedding-type rope",
                  "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm");
     expect_error(RUN "--rotary-interleaved", "--rotary-interleaved needs --position-embedding-type rope");
+    mt_run_options options; // in Megatron-LM, latent attention has RoPE in any case
+    expect_good(&options, RUN "--multi-latent-attention --no-position-embedding");
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_ROPE);
+    assert_false(options.stack.qk_layernorm);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--multi-latent-attention --position-embedding-type none --norm-epsilon 1e-4");
+    assert_int_equal(options.stack.position_embedding_type, MT_POSITION_NONE);
+    assert_true(options.stack.latent_norm_epsilon == 1e-4);
+    mt_options_free(&options);
     expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
     expect_error(LATENT_RUN "--num-query-groups 2",
                  "--num-query-groups 2 must be a multiple of --num-attention-heads (for --m");
