@@ -111,7 +111,6 @@ static const row model_rows[] = {
      WIDE " --hidden-size 64 --num-attention-heads 4 --kv-channels 16;" WIDE " --hidden-size 128 "
           "--num-attention-heads 8 --kv-channels 16"},
     {50, "latent", "", "--q-lora-rank 10;--q-lora-rank 40"},
-    {70, "latent", "", "--qk-layernorm;--qk-layernorm --latent-norm-epsilon 1e-6"},
     {100, "latent", "", "--hidden-size 32 --num-attention-heads 8;--hidden-size 28 --num-attention-heads 4"},
     {100, "", "latent&" WIDE,
      "--hidden-size 32 --num-attention-heads 8;--hidden-size 24 --num-attention-heads 4 --kv-channels 10;"
@@ -164,7 +163,7 @@ static const row model_rows[] = {
     {15, "type rope", "latent", "--no-rope-freq 2;--no-rope-freq 3"},
     {60, "", "", "--disable-bias-linear"},
     {20, "", "latent", "--add-qkv-bias"},
-    {30, "", "latent", "--qk-layernorm"},
+    {30, "", "", "--qk-layernorm"},
     {30, "--qk-layernorm", "latent", "--qk-layernorm-all-heads"},
     {50, "", "", "--untie-embeddings-and-output-weights"},
     {25, "", "", "--window-size 5"},
