@@ -1,6 +1,7 @@
 /* draw.c: draws the pictures of the notes from the program's own data structures.
  *
- *   usage: draw FOLDER        (make pictures: draw notes)
+ *   usage: draw FOLDER                  (make pictures: draw notes)
+ *          draw --schedules FILE.json   (make book: pipeline schedules for the page that chooses one)
  *
  * Run it in the root of the project, because it reads data/configs. Each picture calls the functions that training
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
@@ -3669,8 +3670,114 @@ static void draw_half_precision(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- schedules as JSON, for notes/book/explorer.js --------------------------------------------------------------- */
+
+enum { EXPLORED_STAGES = 8, EXPLORED_MICRO_BATCHES = 16, EXPLORED_CHUNKS = 4, ALL_FORWARDS = -1 };
+
+/* Writes the computations of a rank in their order, such as "F0 F1 6<1 B0": a forward (F), a backward (B) or its parts
+ * (I: of the input, W: of the weights) of a micro-batch, a letter for the chunk if there are several, and "6<1" where
+ * the rank waits for 6 units of time, for a message of rank 1. The wait after the last computation is left out. */
+static void write_rank(FILE *file, const mt_timeline *t, int64_t rank) {
+    double now = 0;
+    int64_t peer = -1;
+    const char *space = "";
+    fprintf(file, "\"");
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        const mt_action *action = &t->actions[i];
+        if (action->kind == MT_ACTION_RECV_FORWARD || action->kind == MT_ACTION_RECV_BACKWARD) peer = action->peer;
+        if (action->kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        if (t->first[rank + 1] - t->first[rank] == 2 * t->schedule.micro_batches) // a list without messages
+            peer = action->kind == MT_ACTION_FORWARD ? rank - 1 : rank + 1;
+        int64_t waits = llround(t->start[i] - now);
+        if (waits > 0) fprintf(file, "%s%lld<%lld", space, (long long)waits, (long long)peer), space = " ";
+        fprintf(file, "%s%c%lld", space, "FBIW"[action->kind], (long long)action->micro_batch);
+        if (t->schedule.vp > 1) fputc((int)('a' + action->chunk), file);
+        space = " ", now = t->end[i];
+    }
+    fprintf(file, "\"");
+}
+
+/* Writes a simulated schedule. A chunk's forward takes one unit of time, its backward two, each part of it one. */
+static void write_timeline(FILE *file, const mt_timeline *t) {
+    fprintf(file, "{\"span\":%lld,\"bubble\":%.6f,\"peak\":[", llround(t->span), t->bubble);
+    for (int64_t r = 0; r < t->schedule.pp; r++) fprintf(file, "%s%lld", r > 0 ? "," : "", (long long)t->live[r]);
+    fprintf(file, "],\"ranks\":[");
+    for (int64_t r = 0; r < t->schedule.pp; r++) {
+        if (r > 0) fputc(',', file);
+        write_rank(file, t, r);
+    }
+    fprintf(file, "]}");
+}
+
+/* Writes the schedule of options of `train`, or the error with which `train` refuses them. */
+static void write_explored(FILE *file, int kind, int64_t pp, int64_t vp, int64_t micro_batches) {
+    const mt_action_costs costs = {1, 1, 1, 0};
+    char words[512], *argv[64];
+    int argc = 0;
+    mt_run_options o;
+    mt_error error;
+    mt_timeline t;
+    if (kind == ALL_FORWARDS) {
+        t = timeline_of_all_forwards(pp, micro_batches);
+        write_timeline(file, &t);
+        mt_timeline_free(&t);
+        return;
+    }
+    snprintf(words, sizeof words,
+             "train --mock-data --num-layers %lld --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --lr 1 "
+             "--train-iters 1 --seq-length 8 --micro-batch-size 1 --global-batch-size %lld "
+             "--pipeline-model-parallel-size %lld --num-virtual-stages-per-pipeline-rank %lld --pipeline-schedule %s",
+             (long long)(pp * vp), (long long)micro_batches, (long long)pp, (long long)vp,
+             kind == MT_SCHEDULE_1F1B          ? "1f1b"
+             : kind == MT_SCHEDULE_INTERLEAVED ? "interleaved"
+                                               : "zb-h1");
+    for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    check(mt_options_parse(&o, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    if (mt_options_finish(&o, MT_PROGRAM_TRAIN, pp, &error) == 0) {
+        mt_schedule schedule = mt_schedule_of(&o.stack, micro_batches);
+        MT_CHECK(mt_timeline_create(&t, &schedule, &costs, 0) == 0);
+        write_timeline(file, &t);
+        mt_timeline_free(&t);
+    } else {
+        fprintf(file, "{\"error\":\"");
+        for (const char *c = error.text; *c; c++) fprintf(file, *c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
+        fprintf(file, "\"}");
+    }
+    mt_options_free(&o);
+}
+
+/* All schedules that the sliders of notes/book/explorer.js select, by "SCHEDULE/STAGES/CHUNKS/MICRO-BATCHES". */
+static void write_schedules(const char *path) {
+    static const struct {
+        const char *name;
+        int kind, first_vp, last_vp;
+    } kinds[] = {{"1f1b", MT_SCHEDULE_1F1B, 1, 1},
+                 {"interleaved", MT_SCHEDULE_INTERLEAVED, 2, EXPLORED_CHUNKS},
+                 {"zb-h1", MT_SCHEDULE_ZB_H1, 1, 1},
+                 {"gpipe", ALL_FORWARDS, 1, 1}};
+    mt_new_file out;
+    mt_error error;
+    check(mt_new_file_open(&out, path, "file", &error), &error);
+    fprintf(out.stream, "{\"stages\":%d,\"micro_batches\":%d,\"chunks\":%d,\"schedules\":{", EXPLORED_STAGES,
+            EXPLORED_MICRO_BATCHES, EXPLORED_CHUNKS);
+    const char *comma = "";
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int pp = 1; pp <= EXPLORED_STAGES; pp++)
+            for (int vp = kinds[k].first_vp; vp <= kinds[k].last_vp; vp++)
+                for (int m = 1; m <= EXPLORED_MICRO_BATCHES; m++) {
+                    fprintf(out.stream, "%s\n\"%s/%d/%d/%d\":", comma, kinds[k].name, pp, vp, m), comma = ",";
+                    write_explored(out.stream, kinds[k].kind, pp, vp, m);
+                }
+    fprintf(out.stream, "\n}}\n");
+    check(mt_new_file_close(&out, 0, &error), &error);
+}
+
 int main(int argc, char **argv) {
-    if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
+    if (argc == 3 && strcmp(argv[1], "--schedules") == 0) {
+        write_schedules(argv[2]);
+        return 0;
+    }
+    if (argc != 2) mt_die("usage: draw FOLDER, or draw --schedules FILE.json (in the root of the project)");
     draw_mini(argv[1]);
     draw_masks(argv[1]);
     draw_bucket(argv[1]);
