@@ -3690,7 +3690,7 @@ static void write_rank(FILE *file, const mt_timeline *t, int64_t rank) {
             peer = action->kind == MT_ACTION_FORWARD ? rank - 1 : rank + 1;
         int64_t waits = llround(t->start[i] - now);
         if (waits > 0) fprintf(file, "%s%lld<%lld", space, (long long)waits, (long long)peer), space = " ";
-        fprintf(file, "%s%c%lld", space, "FBIW"[action->kind], (long long)action->micro_batch);
+        fprintf(file, "%s%c%lld", space, "FBIW"[action->kind], (long long)action -> micro_batch);
         if (t->schedule.vp > 1) fputc((int)('a' + action->chunk), file);
         space = " ", now = t->end[i];
     }

@@ -88,8 +88,9 @@ frame() {
             gsub(/&/, "\\&amp;", text); gsub(/</, "\\&lt;", text); gsub(/>/, "\\&gt;", text)
             return text
         }
-        function turn(place, arrow, name) {
-            return place == "" ? "" : "<a href=\"" up place "\" rel=\"" name "\">" arrow escaped(titles[place]) "</a>\n"
+        function turn(place, name, before, after) {
+            if (place == "") return ""
+            return "<a href=\"" up place "\" rel=\"" name "\">" before escaped(titles[place]) after "</a>\n"
         }
         BEGIN {
             up = page
@@ -122,7 +123,7 @@ frame() {
             print "</ul>\n</div>\n</nav>\n<main>"
             while ((getline line <body) > 0) print line
             print "<nav class=\"turn\">"
-            printf "%s%s", turn(before, "\342\206\220 ", "prev"), turn(after, "\342\206\222 ", "next")
+            printf "%s%s", turn(before, "prev", "\342\206\220 ", ""), turn(after, "next", "", " \342\206\222")
             print "</nav>\n</main>\n</body>\n</html>"
         }' "$work/contents" >"$site/$1"
 }

@@ -25,15 +25,15 @@ function boxesOf(list, span) {
 
 /* What a rank waits for is what it does next. */
 function sentence(boxes, index, rank, unit) {
-    const box = boxes[index], units = amount(box.length / unit);
+    const box = boxes[index], time = amount(box.length / unit), units = time + (time === "1" ? " unit" : " units");
     if (box.kind !== "wait") {
-        const chunk = box.chunk ? `, chunk ${box.chunk}` : "";
+        const chunk = box.chunk ? `, virtual stage ${box.chunk}` : "";
         return `Rank ${rank}: ${names[box.kind]} of micro-batch ${box.batch}${chunk}, ` +
             `from ${amount(box.from / unit)} to ${amount((box.from + box.length) / unit)}.`;
     }
-    if (box.peer < 0) return `Rank ${rank} is done, and waits for ${units} until the step ends.`;
+    if (box.peer < 0) return `Rank ${rank} is done, and waits ${units} until the step ends.`;
     const next = boxes[index + 1], message = next.kind === "F" ? "activations" : "gradient";
-    return `Rank ${rank} waits for ${units}: for the ${message} of micro-batch ${next.batch} from rank ${box.peer}.`;
+    return `Rank ${rank} waits ${units} for the ${message} of micro-batch ${next.batch} from rank ${box.peer}.`;
 }
 
 const amount = value => Number(value.toFixed(2)).toString();
@@ -85,10 +85,10 @@ function tabulate(schedule, chunks) {
         const total = waits.reduce((sum, box) => sum + box.length, 0), peers = new Map();
         for (const box of waits) peers.set(box.peer, (peers.get(box.peer) || 0) + box.length);
         const parts = [...peers].sort((a, b) => b[1] - a[1])
-            .map(([peer, length]) => `${amount(length / chunks)} ${peer < 0 ? "for the end" : "for rank " + peer}`);
+            .map(([peer, length]) => `${peer < 0 ? "the end" : "rank " + peer}: ${amount(length / chunks)}`);
         const row = body.insertRow();
         for (const text of [rank, amount(schedule.peak[rank] / chunks), amount(total / chunks),
-                            percent(total / schedule.span), parts.join(", ") || "never"])
+                            percent(total / schedule.span), parts.join(", ") || "nobody"])
             row.insertCell().textContent = text;
     });
 }

@@ -53,8 +53,23 @@ end
 -- A picture leads to its file, which a reader can enlarge.
 function Image(image)
     image.src = target_of(image.src)
-    image.attributes.loading = nil
     return pandoc.Link({image}, image.src, "", {class = "picture"})
+end
+
+-- Below these pictures, a page of the site that is not in the repository.
+local beside = {
+    ["notes/07-schedules.svg"] = {"explorer.html", "The same for other sizes"},
+    ["notes/10-grid.svg"] = {"trace.html", "Steps of two ranks, operation by operation"},
+}
+
+function Para(paragraph)
+    local link = paragraph.content[1]
+    if #paragraph.content ~= 1 or link.t ~= "Link" or link.content[1].t ~= "Image" then return end
+    for picture, more in pairs(beside) do
+        if link.target == up .. picture then
+            return {paragraph, pandoc.Para({pandoc.Link(more[2], up .. more[1]), pandoc.Str(".")})}
+        end
+    end
 end
 
 function Table(t)
