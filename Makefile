@@ -372,6 +372,8 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)
+	$(if $^,@$^ --steps >build/steps && awk -f notes/steps.awk build/steps notes/lab.md >build/lab.md && \
+		cat build/lab.md >notes/lab.md && rm build/lab.md build/steps)
 
 # The pages are made by pandoc; without it nothing is compiled for them.
 book: $(if $(shell command -v pandoc),all $(DRAW)) | has-pandoc
