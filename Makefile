@@ -372,7 +372,7 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)
-	$(if $^,@$^ --steps >build/steps && awk -f notes/steps.awk build/steps notes/lab.md >build/lab.md && \
+	$(if $^,@$^ --steps >build/steps && awk -f notes/planner_rows.awk build/steps notes/lab.md >build/lab.md && \
 		cat build/lab.md >notes/lab.md && rm build/lab.md build/steps)
 
 # The pages are made by pandoc; without it nothing is compiled for them.

@@ -3777,19 +3777,22 @@ enum { EXPLORED_STAGES = 8, EXPLORED_MICRO_BATCHES = 16, EXPLORED_CHUNKS = 4, AL
 
 /* Writes the computations of a rank in their order, such as "F0 F1 6<1 B0": a forward (F), a backward (B) or its parts
  * (I: of the input, W: of the weights) of a micro-batch, a letter for the chunk if there are several, and "6<1" where
- * the rank waits for 6 units of time, for a message of rank 1. The wait after the last computation is left out. */
-static void write_rank(FILE *file, const mt_timeline *t, int64_t rank) {
+ * the rank waits for 6 units of time, for a message of rank 1. The wait after the last computation is left out. A list
+ * without messages waits for its neighbours. */
+static void write_rank(FILE *file, const mt_timeline *t, int64_t rank, bool has_messages) {
     double now = 0;
     int64_t peer = -1;
     const char *space = "";
     fprintf(file, "\"");
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
         const mt_action *action = &t->actions[i];
-        if (action->kind == MT_ACTION_RECV_FORWARD || action->kind == MT_ACTION_RECV_BACKWARD) peer = action->peer;
-        if (action->kind > MT_ACTION_BACKWARD_WEIGHT) continue;
-        if (t->first[rank + 1] - t->first[rank] == 2 * t->schedule.micro_batches) // a list without messages
-            peer = action->kind == MT_ACTION_FORWARD ? rank - 1 : rank + 1;
+        if (action->peer >= 0) {
+            if (t->end[i] > t->start[i]) peer = action->peer; // sends take no time: a receive that waits
+            continue;
+        }
+        if (!has_messages) peer = action->kind == MT_ACTION_FORWARD ? rank - 1 : rank + 1;
         int64_t waits = llround(t->start[i] - now);
+        MT_CHECK(waits == 0 || peer >= 0);
         if (waits > 0) fprintf(file, "%s%lld<%lld", space, (long long)waits, (long long)peer), space = " ";
         fprintf(file, "%s%c%lld", space, "FBIW"[action->kind], (long long)action -> micro_batch);
         if (t->schedule.vp > 1) fputc((int)('a' + action->chunk), file);
@@ -3799,13 +3802,13 @@ static void write_rank(FILE *file, const mt_timeline *t, int64_t rank) {
 }
 
 /* Writes a simulated schedule. A chunk's forward takes one unit of time, its backward two, each part of it one. */
-static void write_timeline(FILE *file, const mt_timeline *t) {
+static void write_timeline(FILE *file, const mt_timeline *t, bool has_messages) {
     fprintf(file, "{\"span\":%lld,\"bubble\":%.6f,\"peak\":[", llround(t->span), t->bubble);
     for (int64_t r = 0; r < t->schedule.pp; r++) fprintf(file, "%s%lld", r > 0 ? "," : "", (long long)t->live[r]);
     fprintf(file, "],\"ranks\":[");
     for (int64_t r = 0; r < t->schedule.pp; r++) {
         if (r > 0) fputc(',', file);
-        write_rank(file, t, r);
+        write_rank(file, t, r, has_messages);
     }
     fprintf(file, "]}");
 }
@@ -3820,7 +3823,7 @@ static void write_explored(FILE *file, int kind, int64_t pp, int64_t vp, int64_t
     mt_timeline t;
     if (kind == ALL_FORWARDS) {
         t = timeline_of_all_forwards(pp, micro_batches);
-        write_timeline(file, &t);
+        write_timeline(file, &t, false);
         mt_timeline_free(&t);
         return;
     }
@@ -3837,7 +3840,7 @@ static void write_explored(FILE *file, int kind, int64_t pp, int64_t vp, int64_t
     if (mt_options_finish(&o, MT_PROGRAM_TRAIN, pp, &error) == 0) {
         mt_schedule schedule = mt_schedule_of(&o.stack, micro_batches);
         MT_CHECK(mt_timeline_create(&t, &schedule, &costs, 0) == 0);
-        write_timeline(file, &t);
+        write_timeline(file, &t, true);
         mt_timeline_free(&t);
     } else {
         fprintf(file, "{\"error\":\"");

@@ -9,6 +9,7 @@ Python's own library is needed. No network: a page that asks for anything but fi
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ class Browser:
             os.dup2(read, 3)
             os.dup2(write, 4)
 
-        arguments = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
+        arguments = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                     "--remote-debugging-pipe",
                      "--no-first-run", "--disable-background-networking", "--user-data-dir=" + profile, "about:blank"]
         self.process = subprocess.Popen(arguments, preexec_fn=hand_over, close_fds=False,
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -36,11 +38,17 @@ class Browser:
         self.rest, self.number, self.events, self.session = b"", 0, [], None
         self.until = time.time() + SECONDS
 
+    def give_up(self, reason):
+        print("not ok browser: " + reason)
+        self.process.kill()
+        sys.exit(1)
+
     def read(self):
         while b"\0" not in self.rest:
-            piece = os.read(self.into, 1 << 20)
-            if not piece or time.time() > self.until:
-                sys.exit("not ok book: chromium ended, or does not answer")
+            ready = select.select([self.into], [], [], max(0, self.until - time.time()))[0]
+            piece = os.read(self.into, 1 << 20) if ready else b""
+            if not piece:
+                self.give_up("chromium ended, or does not answer")
             self.rest += piece
         message, self.rest = self.rest.split(b"\0", 1)
         return json.loads(message)
@@ -55,7 +63,7 @@ class Browser:
             answer = self.read()
             if answer.get("id") == self.number:
                 if "error" in answer:
-                    sys.exit("not ok book: %s: %s" % (method, answer["error"]["message"]))
+                    self.give_up("%s: %s" % (method, answer["error"]["message"]))
                 return answer["result"]
             self.events.append(answer)
 
@@ -79,7 +87,7 @@ class Browser:
     def value(self, expression):
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
-            sys.exit("not ok book: %s: %s" % (expression[:80], answer["exceptionDetails"]))
+            self.give_up("%s: %s" % (expression[:80], answer["exceptionDetails"]))
         return answer["result"].get("value")
 
 

@@ -22,6 +22,9 @@ is_made_of_all_chapters() {
         [ -s "$page" ] || { echo "$page is absent" && return 1; }
     done
     for picture in notes/*.svg notes/*.png; do cmp "$picture" "$book/$picture" || return 1; done
+    says '<a href="../explorer.html">The same for other sizes</a>' "$book/notes/07-pipelines.html" &&
+        says '<a href="../trace.html">Steps of two ranks, operation by operation</a>' "$book/notes/10-grid.html" ||
+        return 1
     [ -n "$HAVE_MPI" ] || says 'the traced step is of one rank: mpirun is absent here' "$work/out"
 }
 

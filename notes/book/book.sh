@@ -99,8 +99,8 @@ frame() {
             print "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">"
             print "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">"
             print "<title>" escaped(title) "</title>\n<link rel=\"stylesheet\" href=\"" up "style.css\">"
-            print "</head>\n<body>\n<nav id=\"contents\">\n<input type=\"checkbox\" id=\"unfold\">"
-            print "<label for=\"unfold\">Contents</label>\n<div>"
+            print "</head>\n<body>\n<nav id=\"contents\" aria-label=\"the book\">"
+            print "<input type=\"checkbox\" id=\"unfold\">\n<label for=\"unfold\">Contents</label>\n<div>"
         }
         $1 != group { print (group != "" ? "</ul>\n" : "") "<h2>" escaped($1) "</h2>\n<ul>"; group = $1 }
         {
@@ -122,7 +122,7 @@ frame() {
         END {
             print "</ul>\n</div>\n</nav>\n<main>"
             while ((getline line <body) > 0) print line
-            print "<nav class=\"turn\">"
+            print "<nav class=\"turn\" aria-label=\"before and after\">"
             printf "%s%s", turn(before, "prev", "\342\206\220 ", ""), turn(after, "next", "", " \342\206\222")
             print "</nav>\n</main>\n</body>\n</html>"
         }' "$work/contents" >"$site/$1"
