@@ -163,7 +163,7 @@ def check_pages(browser, folder):
             name = os.path.relpath(path, folder)
             if not target.startswith(folder + "/") or not os.path.isfile(target):
                 links.append("%s: %s is no file of the book" % (name, target))
-            elif anchor and target in pages and anchor not in pages[target]["ids"] and not target.endswith("/trace.html"):
+            elif anchor and target in pages and anchor not in pages[target]["ids"]:
                 links.append("%s: %s has no anchor %s" % (name, os.path.relpath(target, folder), anchor))
     if sum(len(look["pictures"]) for look in pages.values()) < 40 or len(pages) < 60:
         empty.append("%d pages" % len(pages))
@@ -214,7 +214,8 @@ def set_controls(browser, **controls):
                 shown: !document.getElementById("result").hidden,
                 boxes: document.querySelectorAll("#drawing rect:not(.wait)").length,
                 waits: document.querySelectorAll("#drawing rect.wait").length,
-                rows: [...document.querySelectorAll("#ranks tr")].map(row => [...row.cells].map(one => one.textContent)),
+                rows: [...document.querySelectorAll("#ranks tr")].map(
+                    row => [...row.cells].map(one => one.textContent)),
                 picture: document.getElementById("drawing").innerHTML};
     })()""" % json.dumps(controls))
 
@@ -223,9 +224,10 @@ def explorer_problems(browser, folder):
     browser.go("file://" + folder + "/explorer.html")
     data = json.loads(browser.value("document.getElementById('schedules').textContent"))["schedules"]
     before = None
-    for kind, stages, chunks, batches in (("1f1b", 4, 1, 8), ("1f1b", 4, 1, 9), ("1f1b", 5, 1, 9), ("1f1b", 1, 1, 3),
-                                          ("zb-h1", 5, 1, 9), ("gpipe", 5, 1, 9), ("interleaved", 4, 2, 8),
-                                          ("interleaved", 4, 3, 8), ("interleaved", 8, 4, 16), ("interleaved", 4, 2, 6)):
+    selections = (("1f1b", 4, 1, 8), ("1f1b", 4, 1, 9), ("1f1b", 5, 1, 9), ("1f1b", 1, 1, 3), ("zb-h1", 5, 1, 9),
+                  ("gpipe", 5, 1, 9), ("interleaved", 4, 2, 8), ("interleaved", 4, 3, 8), ("interleaved", 8, 4, 16),
+                  ("interleaved", 4, 2, 6))
+    for kind, stages, chunks, batches in selections:
         shown = set_controls(browser, schedule=kind, stages=stages, batches=batches, chunks=max(chunks, 2))
         wanted = data["%s/%d/%d/%d" % (kind, stages, chunks, batches)]
         name = "%s, %d ranks of %d, %d micro-batches" % (kind, stages, chunks, batches)
@@ -253,6 +255,13 @@ def explorer_problems(browser, folder):
         if shown["picture"] == before:
             yield "%s: is drawn as the one before" % name
         before = shown["picture"]
+    set_controls(browser, schedule="1f1b", stages=4, batches=8)  # rank 1 begins with a wait
+    said = browser.value("""(() => {
+        document.querySelectorAll("#drawing rect.wait[y='26']")[0].dispatchEvent(new PointerEvent("pointerdown"));
+        return document.getElementById("said").textContent;
+    })()""")
+    if said != "Rank 1 waits 1 unit for the activations of micro-batch 0 from rank 0.":
+        yield "a wait of rank 1 says: " + said
 
 
 def list_problems(browser, folder):
