@@ -65,6 +65,12 @@ a_link_to_nowhere_is_an_error() {
     says 'notes/a.md: links to c.md, which is no file of the book' "$work/err"
 }
 
+other_folders_are_kept() {
+    mkdir "$work/mine" && echo 1 >"$work/mine/file" || return 1
+    if notes/book/book.sh "$work/mine" >"$work/out" 2>"$work/err"; then return 1; fi
+    says "error: $work/mine: is no book, and would be replaced" "$work/err" && [ -f "$work/mine/file" ]
+}
+
 without_pandoc_one_line_says_so() {
     mkdir "$work/bin" "$work/old" && ln -s "$(command -v dirname)" "$work/bin" || return 1
     shell=$(command -v sh)
@@ -77,6 +83,7 @@ check is_made_of_all_chapters is_made_of_all_chapters
 check source_files_have_lines_as_anchors source_files_have_lines_as_anchors
 check schedules_are_those_that_train_prints schedules_are_those_that_train_prints
 check a_link_to_nowhere_is_an_error a_link_to_nowhere_is_an_error
+check other_folders_are_kept other_folders_are_kept
 check without_pandoc_one_line_says_so without_pandoc_one_line_says_so
 if ! command -v chromium >/dev/null || ! command -v python3 >/dev/null; then
     echo 'skipped: no chromium, or no python3 to drive it, is here'

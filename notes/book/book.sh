@@ -5,12 +5,16 @@
 #   usage: notes/book/book.sh FOLDER      (make book; run it in the root of the project)
 #
 # MT_DRAW is notes/draw, MT_BIN the folder of train, HAVE_MPI empty where MPI is absent. The pages and their order are
-# those of the tables of notes/README.md. FOLDER is replaced.
+# those of the tables of notes/README.md. A book in FOLDER is replaced.
 set -eu
 site=$1
 here=$(dirname "$0") tab=$(printf '\t')
 if ! command -v pandoc >/dev/null; then
     echo "error: make book needs pandoc, which makes pages of the chapters: make deps-dev installs it" >&2
+    exit 1
+fi
+if [ -e "$site" ] && ! [ -f "$site/explorer.js" ] && [ -n "$(ls -A "$site")" ]; then
+    echo "error: $site: is no book, and would be replaced; name a folder that is empty or new" >&2
     exit 1
 fi
 work=$(mktemp -d)
