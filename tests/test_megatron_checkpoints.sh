@@ -178,7 +178,7 @@ every_layout_saves_the_same_bytes() {
             --tensor-model-parallel-size 2 --sequence-parallel &&
         cmp "$work/one-mtp/iter_0000007/__0_0.distcp" "$work/mtp/iter_0000007/__0_0.distcp" &&
         saves mtp_hybrid "$work/mtp-hybrid" 4 --no-load-optim --expert-model-parallel-size 2 \
-            --pipeline-model-parallel-size 2 --use-distributed-optimizer &&
+            --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ett|tmmL' --use-distributed-optimizer &&
         cmp "$work/one-mtp-hybrid/iter_0000007/__0_0.distcp" "$work/mtp-hybrid/iter_0000007/__0_0.distcp"
 }
 

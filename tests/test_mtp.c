@@ -703,6 +703,39 @@ static void a_repeated_module_is_one_module_of_the_folder(void **state) {
     }
 }
 
+/* NVIDIA's folders of Nemotron-H hold one module, and config.json describes it; they do not say how often it is used.
+ */
+static void the_module_of_a_released_nemotron_h_is_read_where_it_is_asked_for(void **state) {
+    (void)state;
+    fixture f;
+    mt_run_options o;
+    mt_error error;
+    char path[512];
+    open_with_modules(&f, "nemotron_h", "--mtp-num-layers 1 --mtp-hybrid-override-pattern *E");
+    const char *folder = at("released");
+    save_weights(&f, folder);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    json_t *config = json_load_file(path, 0, NULL);
+    assert_int_equal(json_object_del(config, "mtp_num_layers"), 0);
+    assert_int_equal(json_integer_value(json_object_get(config, "num_nextn_predict_layers")), 1);
+    assert_int_equal(json_dump_file(config, path, 0), 0);
+    json_decref(config);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN);
+    assert_int_equal(o.stack.mtp_num_layers, 0);
+    if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 2 --mtp-use-repeated-layer");
+    assert_string_equal(o.stack.mtp_hybrid_layers, "*E");
+    assert_int_equal(o.stack.hf_family, MT_HF_NEMOTRON_H);
+    if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 2");
+    assert_int_equal(load_folder(&o, folder, true, &error), -1);
+    if (!strstr(error.text, "\"mtp.layers.2.mixer.q_proj.weight\" of a module")) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    close_family(&f);
+}
+
 /* Adds to folder/model.safetensors a copy of a tensor under another name, with one byte changed if `changed`. */
 static void add_copy(const char *folder, const char *name, const char *copied, bool changed) {
     char path[512];
@@ -822,6 +855,8 @@ int main(void) {
         cmocka_unit_test_setup_teardown(the_number_of_modules_is_read_from_the_folder, make_root, remove_root),
         cmocka_unit_test_setup_teardown(qwens_module_has_its_names_and_attends, make_root, remove_root),
         cmocka_unit_test_setup_teardown(a_repeated_module_is_one_module_of_the_folder, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(the_module_of_a_released_nemotron_h_is_read_where_it_is_asked_for, make_root,
+                                        remove_root),
         cmocka_unit_test_setup_teardown(a_stored_copy_of_a_shared_tensor_must_be_equal, make_root, remove_root),
         cmocka_unit_test_setup_teardown(modules_that_no_family_names_are_left_out, make_root, remove_root),
         cmocka_unit_test(unsupported_options_with_modules_are_refused),

@@ -237,7 +237,8 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
     if (param->layer >= options->num_layers)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
+                            "--mtp-num-layers to the modules that it holds, perhaps 0, or repeat one by "
+                            "--mtp-use-repeated-layer",
                             folder, param->hf_name, (long long)count);
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
