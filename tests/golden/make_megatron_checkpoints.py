@@ -373,9 +373,11 @@ def log_probabilities(model, a):
 
 
 def gradients(model, a):
-    """The losses of one sequence; puts the gradients of their sum, as Megatron-Core weights it, in place of weights."""
+    """The losses of one sequence; puts the gradients of their sum, as Megatron-Core weights it, in place of weights, and
+    updates the biases that balance the experts."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     parallel_state.get_data_parallel_group = lambda *a, **k: None
     MTPLossLoggingHelper.tracker.clear()  # of an earlier forward pass
@@ -388,6 +390,9 @@ def gradients(model, a):
     losses = [loss.item()] + MTPLossLoggingHelper.tracker["loss_values"].tolist()
     for p in model.parameters():
         p.data = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+    for router in model.modules():
+        if getattr(router, "expert_bias", None) is not None:
+            router.expert_bias.copy_(get_updated_expert_bias(router.local_tokens_per_expert, router.expert_bias, 1e-3))
     return losses
 
 
@@ -608,6 +613,7 @@ def load(folder, name, tp):
         print("largest difference of log-probabilities:", abs(got - wanted).max())
     assert abs(got - wanted).max() < 1e-5
     if "mtp_num_layers" in shape:
+        model.zero_grad()
         losses = numpy.array(gradients(model, a))
         assert abs(losses - numpy.fromfile(os.path.join(HERE, name, "losses.f64"))).max() < 1e-5
 
