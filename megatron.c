@@ -5620,18 +5620,19 @@ typedef struct mt_norm {
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
-    int64_t number; // in the whole model
-    int64_t index;  // in its chunk
-    int64_t bucket;
-    int64_t expert_bucket;  // -1: an MLP, no experts
-    int64_t moe_index;      // among this rank's layers with experts
-    int64_t F;              // width here of the MLP or the shared expert; 0: none
-    int64_t G;              // heads here of keys and values
+    int64_t number;         // in the whole model
+    int64_t index;          // in its chunk
     struct mt_slots *slots; // saved by its forward
     int64_t recompute_unit; // index in its chunk of the first layer of its unit of recomputation: mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
     int64_t offload_bytes;  // of its offloaded slots
     int offload_buffer;     // that they lie in
+    /* from here on, all depths of a repeated module are equal: see mt_mtp_share */
+    int64_t bucket;
+    int64_t expert_bucket; // -1: an MLP, no experts
+    int64_t moe_index;     // among this rank's layers with experts
+    int64_t F;             // width here of the MLP or the shared expert; 0: none
+    int64_t G;             // heads here of keys and values
     mt_layer_kind kind;
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
@@ -5727,7 +5728,8 @@ static const mt_mixer_kind mt_variant_mixers[] = {
 
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
-    char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
+    bool of_module = o->hybrid_layers && o->mtp_hybrid_layers && layer >= o->num_layers;
+    char half = o->hybrid_layers && !of_module ? o->hybrid_layers[letter] : 0;
     bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
     bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
@@ -5740,6 +5742,11 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
+    if (of_module) { // its halves
+        bool has_mlp = strchr(o->mtp_hybrid_layers, '-') != NULL, visits = strchr(o->mtp_hybrid_layers, 'E') != NULL;
+        if (*o->mtp_hybrid_layers != '*') kind.mixer = MT_MIXER_NONE, has_rope = false;
+        kind.feed_forward = visits ? MT_FEED_FORWARD_EXPERTS : has_mlp ? MT_FEED_FORWARD_DENSE : MT_FEED_FORWARD_NONE;
+    }
     kind.window = has_window ? o->window_size : 0;
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
@@ -5763,6 +5770,10 @@ bool mt_has_states(const mt_options *o) {
         if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return true;
     }
     return false;
+}
+
+int64_t mt_num_mtp_modules(const mt_options *o) {
+    return o->mtp_use_repeated_layer ? mt_min(o->mtp_num_layers, 1) : o->mtp_num_layers;
 }
 
 int64_t mt_num_dense_layers(const mt_options *o) {
@@ -6165,8 +6176,8 @@ static const mt_role_row mt_role_rows[] = {
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
     MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0,
             "hnorm.weight", [MT_NAMES_MIMO] = "hidden_layernorm.weight"),
-    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0,
-            "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0, "shared_head.norm.weight",
+            [MT_NAMES_MIMO] = "final_layernorm.weight", [MT_NAMES_NEMOTRON_H] = "final_layernorm.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_embedding_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM),
             0, "enorm.bias"),
     MT_ROLE(MTP_HIDDEN_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_hidden_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
@@ -6341,6 +6352,16 @@ static const struct {
     {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
 };
 
+/* The number of the layer with one half, in which Nemotron-H has a parameter of a module: the first one begins with the
+ * projection, the last one ends with the norm. */
+static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
+    int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
+    bool of_feed_forward =
+        row->field >= offsetof(mt_layer, mlp_norm) && row->field < offsetof(mt_layer, mtp_embedding_norm);
+    bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
+    return module * halves + (is_last ? halves - 1 : 0);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
     mt_hf_family family = table->options->hf_family;
@@ -6351,6 +6372,8 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
     else if (module >= 0 && of_qwen)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
+    else if (module >= 0 && table->family->names == MT_NAMES_NEMOTRON_H)
+        snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)mt_module_half(table->options, row, module));
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
@@ -6522,13 +6545,18 @@ static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t la
     if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
 }
 
+/* Layers of a chunk that have parameters of their own: a repeated module is one. */
+static int64_t mt_stage_own_layers(const mt_options *o, const mt_stage *stage) {
+    return stage->num_layers + mt_min(stage->num_mtp, mt_num_mtp_modules(o));
+}
+
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
     if (stage->embedding) {
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+    for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
         mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
     }
@@ -6642,7 +6670,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
-    for (int64_t i = 0; i < at->num_stages; i++) layers += at->stages[i].num_layers + at->stages[i].num_mtp;
+    for (int64_t i = 0; i < at->num_stages; i++) layers += mt_stage_own_layers(options, &at->stages[i]);
     int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
@@ -6651,7 +6679,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
         mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
-        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+        for (int64_t k = 0; k < mt_stage_own_layers(options, &at->stages[i]); k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
     if (options->lora_rank > 0) mt_params_add_adapters(&table);
     mt_params_set_offsets(&table);
@@ -6869,9 +6897,10 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* Tables that some layer of the model reads. */
 static bool mt_rope_table_used(const mt_options *o, mt_layer_rope which) {
-    for (int64_t layer = 0; layer < o->num_layers && which != MT_ROPE_NONE; layer++)
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    for (int64_t layer = 0; layer < layers && which != MT_ROPE_NONE; layer++)
         if (mt_layer_kind_of(o, layer).rope == which) return true;
-    for (int64_t layer = 0; layer < o->num_layers && which == MT_ROPE_MODEL; layer++)
+    for (int64_t layer = 0; layer < layers && which == MT_ROPE_MODEL; layer++)
         if (mt_mixer_is_latent(mt_layer_kind_of(o, layer).mixer)) return true;
     return false;
 }
@@ -8466,9 +8495,14 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     }
 }
 
-/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. */
-static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_routing *r) {
+/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its depths'
+ * auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
+ * Megatron-Core 0.19 computes these. */
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = m->experts;
+    const mt_options *o = m->options;
+    bool divides = w->number >= o->num_layers && o->mtp_use_repeated_layer && !o->hybrid_layers;
+    float aux_scale = m->loss_scale / (float)(divides ? o->mtp_num_layers : 1);
     float *sums = r->aux_stats;
     float z_scale = (float)m->options->moe_z_loss_coeff * m->loss_scale;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
@@ -8476,7 +8510,7 @@ static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_r
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
         a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
-        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * m->loss_scale, a.z_scale = z_scale;
+        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * aux_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
         z_scale = 0; // once
@@ -8582,7 +8616,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    mt_aux_loss_backward(m, p, r);
+    mt_aux_loss_backward(m, p, w, r);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -10685,13 +10719,15 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * state of position t and the normalised embedding of token t + k; its projection, transformer layer and norm follow;
  * the model's head predicts token t + k + 1. As in Megatron, the hidden state is the input of the previous head: that
  * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
- * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. Invariants: the host
+ * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
+ * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
+ * and all add to the same gradients. Invariants: the host
  * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
  * use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;   // modules of this rank
+    int64_t count;   // modules of this rank, or depths of its repeated module
     mt_batch rolled; // on the host: a micro-batch shifted by k tokens
     float *weights;  // on the host: weights of the tokens of `rolled`
     float *logp;     // [max_logits]
@@ -10758,6 +10794,18 @@ static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
 }
 static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
+}
+
+/* True if this is a further depth of the module before it, with that module's parameters. */
+static bool mt_mtp_repeats(const mt_model *m, const mt_layer *w) {
+    return w->number > m->options->num_layers && m->options->mtp_use_repeated_layer;
+}
+
+/* Gives all depths of a repeated module the parameters of the first, whenever their pointers change. */
+static void mt_mtp_share(const mt_model *m) {
+    size_t first = offsetof(mt_layer, bucket);
+    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++)
+        if (mt_mtp_repeats(m, w)) memcpy((char *)w + first, (const char *)(w - 1) + first, sizeof *w - first);
 }
 
 /* The first column of a half of joined[R, 2C]: 0: embedding, 1: hidden state, which comes first in MiMo. */
@@ -10827,6 +10875,8 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->mb->outputs[1 + k];
+        mt_pass own = *p; // of the buckets of the module
+        own.last = p->last && !mt_mtp_repeats(m, w);
         mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, dnormed);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
@@ -10836,7 +10886,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
         mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
-        mt_layer_release(m, p, w, true, true);
+        mt_layer_release(m, &own, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
         mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
@@ -11453,6 +11503,7 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
+    if (m->params[b->first_param + b->num_params - 1].layer >= m->options->num_layers) mt_mtp_share(m);
 }
 
 /* True if micro-batches compute gradients in a shared fp32 buffer, which is added to the shard or to main_grads. */
@@ -12905,7 +12956,7 @@ static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
-        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
+        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0 || mt_mtp_repeats(m, &m->layers[i])) continue;
         if (m->options->moe_router_quantile_bias && !mt_has_quantiles(m)) continue;
         mt_wait_reader(m);
         if (mt_has_quantiles(m)) {
@@ -12943,9 +12994,9 @@ static void mt_fp8_update_scales(mt_model *m) {
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
-    int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
-    double sums[3] = {0}, worst = 0; // imbalances, choices, kept choices
-    if (layers == 0) return;
+    int64_t E = e->router.num_experts;
+    double sums[4] = {0}, worst = 0; // imbalances, choices, kept choices, layers
+    if (mt_num_expert_layers(o) == 0) return;
     for (int64_t layer = 0; layer < e->num_layers; layer++) {
         double total = 0, greatest = 0;
         for (int64_t i = layer * E; i < (layer + 1) * E; i++) {
@@ -12955,9 +13006,9 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
         }
         double imbalance = greatest * (double)E / fmax(total, 1);
         worst = fmax(worst, imbalance);
-        sums[0] += imbalance, sums[1] += total;
+        sums[0] += imbalance, sums[1] += total, sums[3]++;
     }
-    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
+    mt_all_reduce_sum(&m->grid->pipeline, sums, 4, MT_F64);
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
     if (sums[1] == 0) return;                             // a step of padding
     double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
@@ -12967,7 +13018,7 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
         metrics->load_balancing_loss += metrics->aux_losses[i];
     }
     metrics->z_loss = o->moe_z_loss_coeff * result->losses[MT_NUM_AUX_LOSSES] / visits;
-    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
+    metrics->imbalance = sums[0] / sums[3], metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
@@ -12975,7 +13026,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
  * rank calls this and writes the same text; `text` is unchanged if all router logits are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
-    double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
+    double none = (double)((m->options->num_layers + m->options->mtp_num_layers) * world->size);
+    double mine = none, first, count = 0;
     if (m->options->num_experts == 0) return;
     for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
         double key = (double)(w->number * world->size + world->rank);
@@ -14104,7 +14156,8 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
     e->exchange.sequence_parallel = e->dispatcher->gathers, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     for (int64_t i = 0; i < m->num_layers; i++)
-        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
+        if (mt_layer_has_experts(o, m->layers[i].number) && !mt_mtp_repeats(m, &m->layers[i]))
+            m->layers[i].moe_index = e->num_layers++;
     bool copies = e->dispatcher->gathers && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
     e->exchange.overlaps = copies && e->num_layers > 0;
     int64_t size = e->group->size;
@@ -14708,6 +14761,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_linears(m);
     mt_model_adapters(m);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
+    mt_mtp_share(m);
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);

@@ -648,6 +648,7 @@ typedef struct mt_options {
     double moe_expert_capacity_factor;
     /* multi-token prediction; mtp_num_layers 0: none */
     int64_t mtp_num_layers;
+    bool mtp_use_repeated_layer; // one module, whose parameters every depth has
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
@@ -724,15 +725,16 @@ typedef struct mt_options {
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
-    char *moe_layers;       // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
-    char *window_layers;    // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
-                            // window_size, none
-    char *rope_layers;      // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
-    char *linear_layers;    // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
-    char *hybrid_layers;    // [num_layers] letters of layers with one half: M Mamba-2, * attention, - MLP, E experts;
-                            // NULL: every layer has a mixer and a feed-forward
-    char *pipeline_letters; // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
-    int64_t num_iterations; // steps of the run, from train_iters or train_samples
+    char *moe_layers;        // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *window_layers;     // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
+                             // window_size, none
+    char *rope_layers;       // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
+    char *linear_layers;     // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
+    char *hybrid_layers;     // [num_layers] letters of layers with one half: M Mamba-2, * attention, - MLP, E experts;
+                             // NULL: every layer has a mixer and a feed-forward
+    char *mtp_hybrid_layers; // with hybrid_layers: the letters of a module's layer, * or none, then -, E or none
+    char *pipeline_letters;  // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
+    int64_t num_iterations;  // steps of the run, from train_iters or train_samples
     mt_durations kept_durations;          // of the run that a checkpoint continues; decay 0: those of the options
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // whose names the parameters have
@@ -833,7 +835,7 @@ typedef struct mt_layer_kind {
 double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t i, int64_t R);
 
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
- * but with attention even if that one has another mixer. */
+ * but with attention even if that one has another mixer; or, with hybrid_layers, what mtp_hybrid_layers says. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
@@ -842,6 +844,8 @@ mt_dtype mt_options_dtype(const mt_options *options);
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
+/* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
+int64_t mt_num_mtp_modules(const mt_options *options);
 /* Layers with a dense feed-forward. */
 int64_t mt_num_dense_layers(const mt_options *options);
 /* True if its feed-forward is experts. */
@@ -3140,7 +3144,7 @@ typedef struct mt_bucket {
 typedef struct mt_stage {
     int64_t first_layer, num_layers;
     bool embedding, loss; // the embeddings before the layers; the final norm and the output layer after them
-    int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
+    int64_t num_mtp;      // depths of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
 /* The part of the model that a rank holds: its chunks in order, its share of the tensor-parallel parameters, its

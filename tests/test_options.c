@@ -422,20 +422,40 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
         assert_true(mt_layer_kinds_equal(mt_layer_kind_of(&o.stack, i), expected));
     }
     mt_options_free(&o);
+    // modules have the halves that follow each /, which Megatron-Core before 0.19 gives by an option of its own
+    static const char *const modules[] = {"--hybrid-override-pattern M*-M/*-/*-",
+                                          "--hybrid-override-pattern M*-M --mtp-num-layers 2 "
+                                          "--mtp-hybrid-override-pattern *-"};
+    for (int i = 0; i < 2; i++) {
+        char line[512];
+        snprintf(line, sizeof line, "%s--position-embedding-type none --mamba-head-dim 16 %s", SIZES, modules[i]);
+        expect_good(&o, line);
+        mt_layer_kind kind = mt_layer_kind_of(&o.stack, 4);
+        assert_true(o.stack.num_layers == 4 && o.stack.mtp_num_layers == 2);
+        assert_true(kind.mixer == MT_MIXER_ATTENTION && kind.feed_forward == MT_FEED_FORWARD_DENSE);
+        assert_string_equal(o.hybrid_override_pattern, "M*-M");
+        assert_string_equal(o.stack.mtp_hybrid_layers, "*-");
+        mt_options_free(&o);
+    }
+    mt_error error;
+    if (parse(&o, MT_PROGRAM_TRAIN, 2,
+              SIZES "--pipeline-model-parallel-size 2 --position-embedding-type none --mamba-head-dim 16 "
+                    "--hybrid-override-pattern M*|-M/-/-",
+              &error) != 0)
+        fail_msg("%s", error.text);
+    assert_string_equal(o.stack.pipeline_letters, "Ett|ttmmL");
+    mt_options_free(&o);
     expect_error(RUN "--hybrid-override-pattern Mx", "expects a letter for each layer, M (Mamba-2)");
     expect_error(RUN "--hybrid-override-pattern M+",
                  "has latent attention (+), which layers with one half do not have");
     expect_error(RUN "--hybrid-override-pattern GM", "has gated delta nets (G), which");
-    expect_error(RUN "--hybrid-override-pattern M*/*-/*-", "has modules of multi-token prediction (/), which");
-    expect_error(RUN "--mtp-num-layers 2 --mtp-use-repeated-layer",
-                 "applied several times: each has weights of its own");
     expect_error(RUN "--fim-data", "filling in the middle, whose samples in Megatron-LM depend on the number of ranks");
     expect_error(RUN "--logits-save-top-p 1", "files of a teacher's logits");
     expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern M", "has 1 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern ME", "has layers of experts (E); give --num-experts");
     expect_error(RUN "--hybrid-override-pattern M- --num-experts 4", "gives no layer experts; leave out --num-experts");
-    expect_error(RUN "--hybrid-override-pattern M- --mtp-num-layers 1", "exclude each other");
+    expect_error(RUN "--hybrid-override-pattern M- --mtp-num-layers 1", "--mtp-hybrid-override-pattern is missing");
     expect_error(RUN "--hybrid-override-pattern M- --mamba-num-heads 9 --mamba-num-groups 2",
                  "--mamba-num-heads 9 must be a multiple of --mamba-num-groups 2");
     expect_error(RUN "--hybrid-override-pattern M- --mamba-dt-limit-low 0.5 --mamba-dt-limit-high 0.1",

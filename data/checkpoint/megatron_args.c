@@ -73,6 +73,8 @@ static const struct {
     {"qk_pos_emb_head_dim", "multi_latent_attention"},
     {"v_head_dim", "multi_latent_attention"},
     {"mtp_num_layers", NULL},
+    {"mtp_use_repeated_layer", "mtp_num_layers"},
+    {"mtp_hybrid_override_pattern", MT_PATTERN}, // before Megatron-Core 0.19, whose pattern has the modules too
     {"softmax_type", NULL},
     {"softmax_scale", NULL},
     {"activation_func_clamp_value", NULL},
@@ -84,7 +86,6 @@ static const char *const mt_other_args[] = {
     "window_size",
     "heterogeneous_layers_config_path",
     "qk_l2_norm",
-    "mtp_use_repeated_layer",
     "apply_residual_connection_post_layernorm",
     "no_rope_freq",
     "use_mup",
@@ -94,7 +95,6 @@ static const char *const mt_other_args[] = {
     "moe_router_topk_limited_devices",
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
-    "mtp_hybrid_override_pattern",
 };
 
 /* True for a value other than None, False and 0. */

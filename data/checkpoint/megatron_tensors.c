@@ -135,14 +135,25 @@ static const struct {
 };
 enum { MT_NUM_CORE_NAMES = sizeof mt_core_names / sizeof *mt_core_names };
 
+/* The name of the layer of modules of multi-token prediction, between "mtp.layers" with its number and the row's name;
+ * of hybrid models that of the layer with this half. */
+static void mt_core_module_layer(char text[48], const mt_options *o, const char *name) {
+    bool of_feed_forward = strncmp(name, ".mlp.", 5) == 0 || strncmp(name, ".pre_mlp_layernorm.", 19) == 0;
+    if (o->hybrid_layers)
+        snprintf(text, 48, ".mtp_model_layer.layers.%d", of_feed_forward && o->mtp_hybrid_layers[1]);
+    else
+        snprintf(text, 48, ".transformer_layer");
+}
+
 /* The matrix of a row of the names; NULL: none. */
 static const mt_megatron_matrix *mt_core_find(const mt_megatron *checkpoint, const mt_param *param,
                                               mt_param_state state, const mt_options *o, const char *name) {
-    char whole[160];
+    char whole[192], of_layer[48] = "";
     int64_t module = param->layer - o->num_layers;
     bool in_layer = *name == '.', of_module = param->layer >= 0 && module >= 0;
-    const char *begin = !in_layer ? "" : of_module ? "mtp.layers.transformer_layer" : "decoder.layers";
-    snprintf(whole, sizeof whole, "%s%s", begin, name);
+    if (in_layer && of_module) mt_core_module_layer(of_layer, o, name);
+    const char *begin = !in_layer ? "" : of_module ? "mtp.layers" : "decoder.layers";
+    snprintf(whole, sizeof whole, "%s%s%s", begin, of_layer, name);
     int64_t layer = !in_layer && !of_module ? -1 : of_module ? module : param->layer;
     return mt_megatron_find(checkpoint, state, whole, layer, param->expert);
 }
@@ -282,6 +293,7 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     const char *name = mt_core_names[index].name, *freq = run->moe_layer_freq;
     bool in_layer = *name == '.', of_module = param->layer >= o->num_layers;
     bool alike = (!freq || strcmp(freq, "1") == 0) && !o->linear_layers && !o->hybrid_layers;
+    char of_layer[48] = "";
     mt_placement place;
     int64_t first, size, rows = mt_core_rows(param, index, state, o, &place, &first, &size);
     *chunk = (mt_core_chunk){.num_dims = 0};
@@ -289,10 +301,10 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
         snprintf(chunk->name, sizeof chunk->name, "%sdecoder.layers%s", mt_core_states[state], name);
         mt_core_add_dim(chunk, o->num_layers, param->layer, 1);
     } else if (in_layer) {
+        if (of_module) mt_core_module_layer(of_layer, o, name);
         snprintf(chunk->name, sizeof chunk->name, "%s%s.%lld%s%s", mt_core_states[state],
                  of_module ? "mtp.layers" : "decoder.layers",
-                 (long long)(of_module ? param->layer - o->num_layers : param->layer),
-                 of_module ? ".transformer_layer" : "", name);
+                 (long long)(of_module ? param->layer - o->num_layers : param->layer), of_layer, name);
     } else if (of_module) { // "mtp.layers.enorm.weight"
         snprintf(chunk->name, sizeof chunk->name, "%smtp.layers.%lld%s", mt_core_states[state],
                  (long long)(param->layer - o->num_layers), name + strlen("mtp.layers"));
@@ -403,9 +415,6 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     if (status == 0 && run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
-    if (status == 0 && run->stack.hybrid_layers && run->stack.mtp_num_layers > 0)
-        status = mt_error_set(error, "--ckpt-format torch_dist: the modules of --mtp-num-layers are not written for "
-                                     "--hybrid-override-pattern; leave --ckpt-format out");
     if (status == 0 && run->stack.hf_family == MT_HF_MIMO && run->stack.mtp_num_layers > 0)
         status =
             mt_error_set(error, "--ckpt-format torch_dist: MiMo's multi-token prediction joins its inputs in another "

@@ -193,7 +193,6 @@ static const struct {
     {MT_NAME_NAMED, "--weight-decay-incr-style", "wd-incr-steps"},
     {MT_NAME_NAMED, "--rope-scaling-type", "rope-type"},
     {MT_NAME_NAMED, "--check-for-nan-in-loss-and-grad", "check-for-nan-in-grad check-for-nan-in-loss"},
-    {MT_NAME_NAMED, "--check-for-spiky-loss", "check-for-large-grads"},
     {MT_NAME_NAMED, "--exit-signal-handler", "exit-signal-handler-for-dataloader exit-signal-handler-for-training"},
     {MT_NAME_NAMED, "--auto-resume", "adlr-autoresume"},
     {MT_NAME_NAMED, "--keep-checkpoints", "most-recent-k"},
@@ -261,6 +260,8 @@ static const struct {
     {MT_NAME_IDLE, "the optimizer's state is sharded over all data-parallel ranks, with the same numbers",
      "num-distributed-optimizer-instances"},
     {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
+    {MT_NAME_IDLE, "it reports large gradients and changes none; --check-for-spiky-loss acts on large losses",
+     "check-for-large-grads"},
     {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are", "spec",
      "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
@@ -396,11 +397,7 @@ static const struct {
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
      "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
-    {MT_NAME_UNSUPPORTED,
-     "one module of multi-token prediction that is applied several times: each has weights of its own",
-     "mtp-use-repeated-layer"},
-    {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction",
-     "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone"},
+    {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction", "mtp-detach-heads mtp-hsm mtp-standalone"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
      "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
      "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "

@@ -4,6 +4,7 @@
  * called again. */
 #include "option_rules.h"
 
+#include "option_table.h"
 #include "options.h"
 
 #include <ctype.h>
@@ -142,8 +143,13 @@ static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
 }
 
 /* Multi-token prediction; generation and scoring do without it, and --convert keeps it. */
-static int mt_options_derive_mtp(mt_options *o, bool generates, mt_error *error) {
+static int mt_options_derive_mtp(mt_run_options *run, bool generates, mt_error *error) {
+    mt_options *o = &run->stack;
     if (generates) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0) {
+        o->mtp_use_repeated_layer = false;
+        mt_string_set(&o->mtp_hybrid_layers, NULL), mt_string_set(&run->mtp_hybrid_override_pattern, NULL);
+    }
     if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
     return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
@@ -1129,7 +1135,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;
-    if (mt_options_derive_mtp(&o->stack, program == MT_PROGRAM_INFER && !o->convert, error) ||
+    if (mt_options_derive_mtp(o, program == MT_PROGRAM_INFER && !o->convert, error) ||
         mt_options_derive_lengths(o, program, error))
         return -1;
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;

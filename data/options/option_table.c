@@ -188,9 +188,8 @@ const mt_option mt_option_table[] = {
      "tokens that a short convolution mixes"},
     {"hybrid-override-pattern", MT_STRING, MT_AT(hybrid_override_pattern), MT_TRAIN, MT_OF_WEIGHTS, NULL, "M*-E...",
      "layers with one half only, a letter each, as in Nemotron-H: M Mamba-2, * attention, - MLP, E experts; | begins a "
-     "pipeline stage",
-     .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention, "
-                 "any: mtp-num-layers"},
+     "pipeline stage, and / a module of multi-token prediction",
+     .excludes = "any: moe-layer-freq, any: experimental-attention-variant, any: multi-latent-attention"},
     {"mamba-state-dim", MT_INT, MT_AT(stack.mamba_state_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,4096]",
      "rows of the state of a head of Mamba-2"},
     {"mamba-head-dim", MT_INT, MT_AT(stack.mamba_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[1,4096]",
@@ -430,6 +429,12 @@ const mt_option mt_option_table[] = {
      "modules of multi-token prediction after the last layer; each predicts one token further, as in DeepSeek-V3",
      .needs = "any: position-embedding-type rope|none",
      .excludes = "any: pipeline-schedule zb-h1"}, // their backward is not split
+    {"mtp-use-repeated-layer", MT_FLAG, MT_AT(stack.mtp_use_repeated_layer), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
+     "one module, applied --mtp-num-layers times: its gradients are the sums over these", .needs = "mtp-num-layers"},
+    {"mtp-hybrid-override-pattern", MT_STRING, MT_AT(mtp_hybrid_override_pattern), MT_TRAIN, MT_OF_MODEL, NULL, "*E",
+     "layer of a module of a model of --hybrid-override-pattern, which may hold it: * attention, then - MLP or E "
+     "experts",
+     .needs = "hybrid-override-pattern"},
     {"mtp-loss-scaling-factor", MT_REAL, MT_AT(stack.mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
      "weight of the mean of their losses", .needs = "mtp-num-layers"},
 
@@ -1660,8 +1665,9 @@ bool mt_option_in_range(const mt_option *row, double value) {
 
 /* Strings and lists of the struct that are no options. */
 static const size_t mt_other_strings[] = {
-    MT_AT(special_tokens),    MT_AT(generation_config),   MT_AT(stack.moe_layers),    MT_AT(stack.window_layers),
-    MT_AT(stack.rope_layers), MT_AT(stack.linear_layers), MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters)};
+    MT_AT(special_tokens),      MT_AT(generation_config),      MT_AT(stack.moe_layers),
+    MT_AT(stack.window_layers), MT_AT(stack.rope_layers),      MT_AT(stack.linear_layers),
+    MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters), MT_AT(stack.mtp_hybrid_layers)};
 static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys)};
 
 static char **mt_string_at(mt_run_options *options, size_t offset) {

@@ -39,11 +39,12 @@ typedef struct mt_run_options {
     /* other names and forms of options of the stack, from which mt_options_finish derives these */
     int64_t make_vocab_size_divisible_by;
     bool group_query_attention, add_bias_linear;
-    char *linear_attention_freq;   // as text; see stack.linear_layers
-    char *hybrid_override_pattern; // as text; see stack.hybrid_layers
-    char *window_attn_skip_freq;   // as text, NULL: all layers have the window; see stack.window_layers
-    char *no_rope_freq;            // as text, NULL: all layers have RoPE; see stack.rope_layers
-    char *moe_layer_freq;          // as text; see stack.moe_layers
+    char *linear_attention_freq;       // as text; see stack.linear_layers
+    char *hybrid_override_pattern;     // as text; see stack.hybrid_layers
+    char *mtp_hybrid_override_pattern; // as text; see stack.mtp_hybrid_layers
+    char *window_attn_skip_freq;       // as text, NULL: all layers have the window; see stack.window_layers
+    char *no_rope_freq;                // as text, NULL: all layers have RoPE; see stack.rope_layers
+    char *moe_layer_freq;              // as text; see stack.moe_layers
     bool use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     double yarn_mscale;
