@@ -343,6 +343,114 @@ static void rollout_corrections_equal_verl(void **state) {
     file_at_hand = FIRST;
 }
 
+/* The losses of ROLL and Trinity-RFT, and clip_cov, which the files do not have, written again. */
+static double other_loss(mt_policy_variant variant, double logp, double old_logp, double a, bool selected) {
+    double x = logp - old_logp, r = exp(x), low = fmin(fmax(r, 0.8), 1.3);
+    switch ((int)variant) {
+    case MT_POLICY_TIS: // bounds 0.8 and 1.3
+        return -low * a * logp;
+    case MT_POLICY_TOPR: // weights 2 and 0.5
+        return selected ? -2 * a * logp : -0.5 * fmin(r, 1) * a * logp;
+    case MT_POLICY_KIMI15: // tau 0.4
+        return -a * logp + 0.2 * x * x;
+    case MT_POLICY_OPMD: // tau 0.4
+        return -a * logp / 1.4;
+    case MT_POLICY_SPPO:
+        return -a * fmin(fmax(x, -log(1.2)), log(1.3));
+    case MT_POLICY_CLIP_COV:
+        return selected ? 0 : fmax(-a * r, -a * low);
+    }
+    fail_msg("variant %d", (int)variant);
+    return 0;
+}
+
+static void losses_of_other_programs_equal_their_formulas(void **state) {
+    (void)state;
+    static const mt_policy_variant variants[] = {MT_POLICY_TIS,  MT_POLICY_TOPR, MT_POLICY_KIMI15,
+                                                 MT_POLICY_OPMD, MT_POLICY_SPPO, MT_POLICY_CLIP_COV};
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int v = 0; v < 6; v++) {
+        mt_policy_config c = {.variant = variants[v], .clip_ratio_low = 0.2, .clip_ratio_high = 0.3, .beta = 0.4};
+        c.weight_pos = 2, c.weight_neg = 0.5;
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0};
+        double loss = 0, count = 0;
+        for (int64_t i = 0; i < in.tokens; i++) in.selected[i] = i % 3 == 0;
+        t.selected = in.selected;
+        for (int64_t i = 0; i < in.tokens; i++) {
+            if (in.mask[i] == 0) continue;
+            loss += other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], i % 3 == 0);
+            count += 1;
+        }
+        mt_policy_loss(&t, &c, &sums);
+        assert_near(sums.loss, loss, "variant");
+        assert_near(sums.count, count, "variant");
+    }
+}
+
+static void a_weight_that_is_not_finite_reaches_the_loss(void **state) {
+    (void)state;
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+        mt_policy_config c = {.variant = (mt_policy_variant)variant, .clip_ratio_low = 0.2, .clip_ratio_high = 0.3};
+        c.beta = c.tau_pos = c.tau_neg = c.weight_pos = c.weight_neg = c.kl_cov_coef = 0.5;
+        mt_loss_tokens t = loss_tokens();
+        for (int bad = 0; bad < 2; bad++) {
+            mt_loss_sums sums = {0};
+            for (int64_t i = 0; i < in.tokens; i++) in.rollout_weights[i] = 1;
+            if (bad) in.rollout_weights[1] = NAN;
+            t.rollout_weights = in.rollout_weights;
+            mt_policy_loss(&t, &c, &sums);
+            assert_true(isfinite(sums.loss) == !bad);
+        }
+    }
+}
+
+/* clip_cov draws from the tokens in its range, the same for a seed and as many as its share says. */
+static void covariances_select_tokens(void **state) {
+    (void)state;
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    mt_policy_config c = {.variant = MT_POLICY_CLIP_COV, .cov_share = 0.1, .cov_low = 0.05, .cov_high = 5};
+    mt_loss_tokens t = loss_tokens();
+    double chosen[2][MAX_TOKENS], logps = 0, advantages = 0;
+    int64_t sequences[MAX_ROWS], tokens = 0, others = 0;
+    for (int64_t r = 0; r < in.rows; r++) sequences[r] = in.rows - 1 - r;
+    for (int64_t i = 0; i < in.tokens; i++)
+        if (in.mask[i] != 0) logps += in.logp[i], advantages += in.advantages[i], tokens++;
+    for (uint64_t seed = 0; seed < 4; seed++) {
+        int64_t number = 0;
+        mt_select_tokens(chosen[0], &t, sequences, in.rows, &c, seed);
+        mt_select_tokens(chosen[1], &t, sequences, in.rows, &c, seed + 1);
+        for (int64_t i = 0; i < in.tokens; i++) {
+            double covariance =
+                (in.logp[i] - logps / (double)tokens) * (in.advantages[i] - advantages / (double)tokens);
+            number += chosen[0][i] == 1, others += chosen[0][i] != chosen[1][i];
+            if (chosen[0][i] != 0) assert_true(in.mask[i] != 0 && covariance > 0.05 && covariance < 5);
+        }
+        assert_int_equal(number, tokens / 10);
+    }
+    assert_true(others > 0);
+}
+
+static void mismatch_is_measured(void **state) {
+    (void)state;
+    mt_span spans[] = {{0, 3, 0, 3, true}, {3, 2, 3, 2, true}, {5, 1, 5, 1, true}};
+    float mask[] = {0, 1, 1, 1, 0, 0};
+    double x[] = {9, 0.1, -0.3, 0.2, 9, 9};
+    mt_mismatch m = mt_mismatch_measure(&(mt_mismatch_tokens){6, 3, spans, mask, x});
+    assert_near(m.kl, -(0.1 - 0.3 + 0.2) / 3, "kl");
+    assert_near(m.k3, (exp(0.1) + exp(-0.3) + exp(0.2) - 3) / 3, "k3");
+    assert_near(m.chi2, (exp(0.2) + exp(-0.6) + exp(0.4)) / 3 - 1, "chi2");
+    assert_near(m.chi2_sequence, (exp(-0.4) + exp(0.4)) / 2 - 1, "chi2 of sequences");
+    assert_near(m.perplexity_ratio, (exp(0.1) + exp(-0.2)) / 2, "perplexities");
+}
+
 static void kl_estimates_equal_verl(void **state) {
     (void)state;
     static const char *const types[] = {[MT_KL_K1] = "k1", [MT_KL_ABS] = "abs", [MT_KL_K2] = "k2", [MT_KL_K3] = "k3"};
@@ -1144,6 +1252,10 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(policy_losses_equal_verl),
         cmocka_unit_test(rollout_corrections_equal_verl),
+        cmocka_unit_test(losses_of_other_programs_equal_their_formulas),
+        cmocka_unit_test(a_weight_that_is_not_finite_reaches_the_loss),
+        cmocka_unit_test(covariances_select_tokens),
+        cmocka_unit_test(mismatch_is_measured),
         cmocka_unit_test(kl_estimates_equal_verl),
         cmocka_unit_test(value_losses_equal_verl),
         cmocka_unit_test(advantages_equal_verl),

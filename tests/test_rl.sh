@@ -580,8 +580,8 @@ contradictions_are_refused() {
     refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
     refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1
     refused 'gspo and gmpo .* seq-mean-token-mean' "$@" --pg-variant gspo --loss-agg-mode token-mean || return 1
-    for given in 'gpg, which does not clip=--pg-variant gpg --clip-ratio-high 0.3' \
-        'gpg, which does not clip=--pg-variant gpg --clip-ratio 0.3' \
+    for given in 'with this --pg-variant, which has no range of ratios=--pg-variant gpg --clip-ratio-high 0.3' \
+        'with this --pg-variant, which has no range of ratios=--pg-variant gpg --clip-ratio 0.3' \
         'clip-ratio has no effect beside=--clip-ratio 0.3 --clip-ratio-low 0.1 --clip-ratio-high 0.2' \
         'without --kl-loss-coef or --kl-in-reward=--kl-loss-type k1' \
         'without --kl-loss-coef or --kl-in-reward=--ref-tensor-model-parallel-size 1' \

@@ -642,7 +642,7 @@ every_policy_loss_runs() {
             vanilla-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
             vanilla-*) sets actor_rollout_ref.actor.loss_agg_mode loss-agg-mode token-mean || return 1 ;;
             dppo_*-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
-            dppo_*) sets actor_rollout_ref.actor.clip_ratio_c clip-ratio-c 3.0 || return 1 ;;
+            dppo_*) sets actor_rollout_ref.actor.clip_ratio_c clip-ratio-c 3 || return 1 ;;
             *-) ! grep 'clip.ratio.c' "$work/out" || return 1 ;;
             *) unused actor_rollout_ref.actor.clip_ratio_c 'the policy loss' || return 1 ;;
             esac
