@@ -5756,6 +5756,12 @@ static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
 }
 
+/* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
+static bool mt_has_rope(const mt_options *o) {
+    bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+}
+
 bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
@@ -5790,8 +5796,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
     bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
-    bool has_rope =
-        o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
+    bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
@@ -5930,6 +5935,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
+    X(LATENT_NORMS, attends && o->multi_latent_attention && o->qk_layernorm, "--qk-layernorm")                         \
     X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
     X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
@@ -6259,8 +6265,10 @@ static const mt_role_row mt_role_rows[] = {
             "post_feedforward_layernorm.weight"),
     MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM),
             MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
-    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
-    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT) | MT_HAS(LATENT_NORMS), 0,
+            "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT) | MT_HAS(LATENT_NORMS), 0,
+            "self_attn.kv_a_layernorm.weight"),
     MT_ROLE(INDEXER_K_NORM, LAYER, NORM, INDEXER_D, ONE, indexer_k_norm.weight, MT_HAS(INDEXER), 0,
             "self_attn.indexer.k_norm.weight"),
     MT_ROLE(INDEXER_K_NORM_BIAS, LAYER, NORM_BIAS, INDEXER_D, ONE, indexer_k_norm.bias, MT_HAS(INDEXER), 0,
@@ -6941,7 +6949,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 }
 
 double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0; // latent attention without RoPE
+    if (!mt_has_rope(o)) return 0; // latent attention without RoPE
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
@@ -7570,8 +7578,8 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
-    if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
-    MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
+    if (o->qk_layernorm && o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
+    if (o->qk_layernorm) MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
     mt_core_attention_slots(m, s);
 }
 
@@ -7887,16 +7895,14 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
  * to heads. Each tensor-parallel rank computes the latents of its rows and then its share of the heads, so the latents,
  * not the hidden states, enter the tensor-parallel region. */
 
-/* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
-static const float mt_latent_epsilon = 1e-6f;
-
 /* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. The backward adds dy
  * and dx. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                    int kv) {
     const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
     int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
-    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
+    double own = m->options->latent_norm_epsilon, epsilon = own > 0 ? own : m->options->norm_epsilon;
+    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = (float)epsilon};
     n.x = mt_at(a->latent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
     n.w_offset = mt_norm_offset(m->options);
@@ -7905,12 +7911,27 @@ static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt
     return n;
 }
 
+/* The latent behind its norm, packed; without qk_layernorm the latent itself. */
+static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                   int kv) {
+    mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    int64_t size = mt_dtype_size(m->dtype);
+    if (m->options->qk_layernorm)
+        m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    else
+        m->ops->memory_copy_rows(norm.y, norm.C * size, norm.x, norm.x_stride * size, norm.T, norm.C * size, p->stream);
+}
+
 /* dlatent, the gradient of the latents before the norm, from dy, that of the latent after it. */
 static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                     int kv, const void *dy, void *dlatent) {
     mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    int64_t size = mt_dtype_size(m->dtype);
     norm.dy = dy, norm.dx = mt_at(dlatent, kv ? m->options->q_lora_rank : 0, m->dtype);
-    m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    if (m->options->qk_layernorm)
+        m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    else
+        m->ops->memory_copy_rows(norm.dx, norm.dx_stride * size, dy, norm.C * size, norm.T, norm.C * size, p->stream);
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -7928,13 +7949,12 @@ static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* x[R, C] -> latents, normalised. */
+/* x[R, C] -> latents, normalised with qk_layernorm. */
 static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                    const void *x) {
     mt_layer_linear_forward(p, a, &w->latent, x, a->latent);
-    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
-    if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
-    m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
+    if (m->options->q_lora_rank > 0) mt_latent_norm_forward(m, p, w, a, 0);
+    mt_latent_norm_forward(m, p, w, a, 1);
 }
 
 /* Latents -> q, k and v; without a latent of q, q from x. */

@@ -633,6 +633,7 @@ typedef struct mt_options {
     bool dsa_indexer_use_sparse_loss; // over the selected keys; else over all that a query sees
     mt_indexer_ties dsa_indexer_ties;
     mt_position_embedding position_embedding_type;
+    double latent_norm_epsilon; // of the norms of latents, with qk_layernorm; 0: norm_epsilon
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;

@@ -103,6 +103,7 @@ typedef enum subject {
     SPARSE_SHARED, // indexers in every second layer, with RoPE on neighbouring channels; their loss over selected keys
     SPARSE_PACKED,
     SPARSE_MTP,
+    BARE_LATENT, // without norms of latents
     NUM_SUBJECTS
 } subject;
 
@@ -110,10 +111,11 @@ typedef enum subject {
 #define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
 #define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
 #define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
-#define LATENT_LIKE                                                                                                    \
+#define BARE_LATENT_LIKE                                                                                               \
     " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
     " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
     " --qk-pos-emb-head-dim 4 --v-head-dim 7 --num-layers 4 --global-batch-size 8"
+#define LATENT_LIKE BARE_LATENT_LIKE " --qk-layernorm --latent-norm-epsilon 1e-6"
 
 #define SPARSE_LIKE                                                                                                    \
     LATENT_LIKE ON_CPU " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                \
@@ -233,6 +235,7 @@ static const struct {
                        1},
     [SPARSE_PACKED] = {SPARSE_LIKE, 2},
     [SPARSE_MTP] = {SPARSE_LIKE " --mtp-num-layers 1 --dsa-indexer-topk-freq 4", 1},
+    [BARE_LATENT] = {BARE_LATENT_LIKE " --q-lora-rank 10", 1},
 };
 
 /* One row of a table. */
@@ -1241,6 +1244,8 @@ static const layout of_latent_attention[] = {
     {2, LATENT, TP "2"},
     {2, NO_Q_LATENT, TP "2"},
     {2, LATENT, TP "2" SP},
+    {2, BARE_LATENT, TP "2" SP},
+    {2, BARE_LATENT, PP "2" ZB},
     {2, NO_Q_LATENT, TP "2" SP MICRO "2"},
     {2, LATENT, PP "2" ZB},
     {2, NO_Q_LATENT, PP "2" ZB},

@@ -4,7 +4,7 @@ set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 golden=$(pwd)/tests/golden/megatron_dist
-shapes='mla_pp2 mla_yarn llama31 interleaved delta_tp2 hybrid_tp2'
+shapes='mla_pp2 mla_yarn mla_plain mla_epsilon llama31 interleaved delta_tp2 hybrid_tp2'
 if [ "${HAVE_MPI:-}" ]; then ranks="mpirun --oversubscribe -n"; else ranks=; fi
 
 # tokens FILE: 7 i mod 100, i < 16, as int32.

@@ -144,8 +144,18 @@ checkpoints_of_megatron() {
         says '^saved iteration 2 to runs/goes-on' "$work/out"
 }
 
+# The whole section, as it is written.
+coming_from_other_programs() {
+    blocks README.md 'Coming from other programs' || return 1
+    for program in Megatron-LM ROLL verl Trinity-RFT transformers; do
+        block "^# $program: " | runs || return 1
+    done
+    says '^saved iteration 3 to runs/tuned' "$work/out" && [ -e "$tree/runs/from-megatron/config.json" ]
+}
+
 for test in training_on_your_own_text every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks \
-    hugging_face_models a_yaml_file a_file_of_roll checkpoints_of_megatron; do
+    hugging_face_models a_yaml_file a_file_of_roll checkpoints_of_megatron \
+    coming_from_other_programs; do
     check $test $test
 done
 exit $failed

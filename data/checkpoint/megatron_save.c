@@ -351,6 +351,12 @@ static const struct {
     {"expert_model_parallel_size", MT_AT(stack.expert_model_parallel_size), MT_ARG_ALWAYS},
 };
 
+bool mt_dist_holds(size_t offset) {
+    for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++)
+        if (mt_saved_args[i].offset == offset) return true;
+    return false;
+}
+
 /* An option's value. */
 static void mt_arg_write(mt_pickler *p, const mt_run_options *o, const mt_option *row, mt_arg_when when) {
     bool is_number = row->type == MT_INT, is_none = when == MT_ARG_UNLESS_0 && is_number && *mt_option_int(o, row) == 0;

@@ -448,6 +448,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, GEMMA3, MT_AT(stack.embedding_multiplier), 0, "1", &mt_root_of_width},
     {NULL, QWEN2 | MIMO, MT_AT(stack.add_qkv_bias), 0, "true"},
     {NULL, LATENT, MT_AT(stack.multi_latent_attention), 0, "true"},
+    {NULL, LATENT, MT_AT(stack.qk_layernorm), 0, "true"},
+    {NULL, LATENT, MT_AT(stack.latent_norm_epsilon), 0, "1e-6"}, // whatever rms_norm_eps is
     {NULL, QWEN2_MOE | DELTA_MOE, MT_AT(stack.moe_shared_expert_gate), 0, "true"},
     {NULL, SIGMOID, MT_AT(stack.moe_router_score_function), 0, "\"sigmoid\""},
     {NULL, GROUPED, MT_AT(stack.moe_router_enable_expert_bias), 0, "true", &mt_group_best},
@@ -1539,6 +1541,8 @@ static void mt_config_read_megatron(mt_config *config, mt_run_options *shape) {
     mt_hf_key key;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
+    bool is_older = shape->stack.multi_latent_attention && !json_object_get(config->root, "latent_norm_epsilon");
+    if (is_older) shape->stack.latent_norm_epsilon = 1e-6; // which these norms always had
     shape->mtp_layers_stored = shape->stack.mtp_num_layers;
 }
 

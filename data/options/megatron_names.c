@@ -102,6 +102,12 @@ static const struct {
     {MT_NAME_ALWAYS, "gradients are fp32, or as --main-grads-dtype says",
      "megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype", "fp32|float32"},
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
+    {MT_NAME_ALWAYS, "the indexer of sparse attention adds the positive scores of its heads",
+     "dsa-indexer-scoring-relu", "true"},
+    {MT_NAME_IDLE, "one rotation of the indexer's queries and keys cancels in their products",
+     "dsa-indexer-rotate-activation"},
+    {MT_NAME_ALWAYS, "blanks are as the SentencePiece model's own normalizer leaves them",
+     "tokenizer-sentencepiece-ignore-extra-whitespaces", "true"},
     {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
     // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
@@ -351,7 +357,7 @@ static const struct {
      "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_NO_MEANING, "tokenizer.json and the SentencePiece model say it",
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
-     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy "
+     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy "
      "tokenizer-metadata tokenizer-special-tokens"},
     {MT_NAME_UNSUPPORTED, "other types of the residual stream, of logits and of the loss",
      "enable-autocast fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"},
@@ -375,7 +381,7 @@ static const struct {
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method soap-shampoo-beta soap-use-kl-shampoo"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
-     "dsa-indexer-k-norm-fp32 dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-kernel-backend "
+     "dsa-indexer-k-norm-fp32 dsa-kernel-backend "
      "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
      "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm relative-attention-max-distance "
      "relative-attention-num-buckets"},

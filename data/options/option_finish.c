@@ -497,7 +497,18 @@ static void mt_options_scale_latent_rope(mt_run_options *o) {
 }
 
 /* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
+/* True if the option was set by another name of it. */
+static bool mt_options_set_by(const mt_run_options *o, const char *option, const char *name) {
+    for (int64_t i = 0; i < o->typed_names.count; i += 2)
+        if (strcmp(o->typed_names.items[i], option) == 0 && strstr(o->typed_names.items[i + 1], name)) return true;
+    return false;
+}
+
 static void mt_options_drop_ignored(mt_run_options *o) {
+    // of Megatron-LM, whose latent attention has RoPE with it too
+    if (o->stack.multi_latent_attention && o->stack.position_embedding_type == MT_POSITION_NONE &&
+        mt_options_set_by(o, "position-embedding-type", "no-position-embedding)"))
+        o->stack.position_embedding_type = MT_POSITION_ROPE;
     bool no_softmax = o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX;
     if (o->stack.sequence_parallel && o->stack.tensor_model_parallel_size == 1)
         o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;

@@ -57,7 +57,7 @@ void mt_options_derive_sizes(mt_run_options *o) {
     if (o->stack.num_query_groups == 0) o->stack.num_query_groups = one_group ? 1 : o->stack.num_attention_heads;
     if (o->stack.multi_latent_attention) {
         o->stack.kv_channels = o->stack.qk_head_dim + o->stack.qk_pos_emb_head_dim;
-        o->stack.qk_layernorm = true;
+        if (o->stack.latent_norm_epsilon == 0) o->stack.latent_norm_epsilon = o->stack.norm_epsilon; // as in Megatron
     }
     if (o->stack.kv_channels == 0 && o->stack.num_attention_heads > 0)
         o->stack.kv_channels = o->stack.hidden_size / o->stack.num_attention_heads;
@@ -264,6 +264,16 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
     if (mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / (tp * pp * cp);
     return mt_options_check_mapping(o, error);
+}
+
+static int mt_options_check_latents(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {o->multi_latent_attention && o->qk_layernorm && o->normalization != MT_RMSNORM,
+         "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm"},
+        {o->rotary_interleaved && o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention,
+         "--rotary-interleaved needs --position-embedding-type rope"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
 /* Sparse attention is a form of latent attention. */
@@ -1166,6 +1176,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
+    if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_options_check_sparse(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;

@@ -49,6 +49,18 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
+    # latent attention without norms of its latents, beside LayerNorm, biases and learned positions; and norms of another epsilon
+    "mla_plain": (1, "torch_dist", False,
+                  dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8,
+                       qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0,
+                       num_layers=1, hidden_size=8, ffn_hidden_size=12, num_query_groups=4,
+                       group_query_attention=False, normalization="LayerNorm", add_bias_linear=True,
+                       position_embedding_type="learned_absolute")),
+    "mla_epsilon": (1, "torch_dist", False,
+                    dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
+                         v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, num_layers=1, hidden_size=8,
+                         ffn_hidden_size=12, num_query_groups=4, group_query_attention=False, qk_layernorm=True,
+                         norm_epsilon=3e-2)),
     # RoPE as in Llama 3.1, whose band of wavelengths between 2048 and 8192 has the last pair of channels
     "llama31": (1, "torch_dist", False, dict(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=3000)),
     "interleaved": (1, "torch_dist", False,
@@ -284,7 +296,7 @@ def build(tp, shape, chunk=None):
     if a.get("experimental_attention_variant"):
         spec = delta_spec(c)
     elif a.get("multi_latent_attention"):
-        spec = get_gpt_layer_local_spec(qk_layernorm=True, multi_latent_attention=True,
+        spec = get_gpt_layer_local_spec(qk_layernorm=a["qk_layernorm"], multi_latent_attention=True,
                                         normalization=a["normalization"])
     elif a["num_experts"]:
         spec = get_gpt_decoder_block_spec(c, use_transformer_engine=False)
