@@ -5328,6 +5328,7 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
 /* The ratio that all tokens of a sequence share, and its derivative's factors. */
 typedef struct mt_policy_sequence {
     double ratio, dratio, advantage; // dratio: d ratio / d logp times the tokens; advantage: the mean
+    double weight;                   // GMPO: the geometric mean of the rollout weights
 } mt_policy_sequence;
 
 static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
@@ -5344,21 +5345,39 @@ static double mt_gmpo_log_ratio(const mt_policy_config *c, double x, double adva
 static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, const mt_policy_config *c,
                                                    const mt_span *sequence, int64_t counted) {
     bool gmpo = c->variant == MT_POLICY_GMPO;
-    double sum = 0, advantages = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
+    double sum = 0, advantages = 0, weights = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
     int64_t end;
     for (int64_t i = mt_sequence_tokens(sequence, &end); i < end; i++) {
         if (t->mask[i] == 0) continue;
         double x = mt_log_ratio(t, i);
         sum += gmpo ? mt_gmpo_log_ratio(c, x, t->advantages[i]) : x;
         advantages += t->advantages[i];
+        if (t->rollout_weights) weights += log(t->rollout_weights[i] + 1e-10); // verl's, for weights of 0
     }
     double mean = sum / tokens, ratio = exp(gmpo ? mean : mt_minimum(mean, 10));
-    return (mt_policy_sequence){ratio, gmpo || !(mean > 10) ? ratio : 0, advantages / tokens};
+    return (mt_policy_sequence){ratio, gmpo || !(mean > 10) ? ratio : 0, advantages / tokens, exp(weights / tokens)};
+}
+
+/* A loss -A w logp whose weight w has no gradient; w is changed from r: `clipped`. */
+static mt_policy_term mt_weighted_logp(double advantage, double weight, double logp, bool clipped) {
+    double dlogp = -weight * advantage;
+    return (mt_policy_term){.loss = dlogp * logp, .dlogp = dlogp, .clipped = clipped};
+}
+
+/* True if DPPO leaves a token out: the policy has moved by more than its bound in the direction of its advantage. */
+static bool mt_dppo_masks(const mt_policy_config *c, double logp, double x, double advantage) {
+    double p = exp(logp), old_logp = logp - x, old = exp(old_logp), moved = p - old;
+    if (c->variant == MT_POLICY_DPPO_TV)
+        return !(advantage > 0 ? moved <= c->clip_ratio_high : moved >= -c->clip_ratio_low);
+    double divergence = old * -x + (1 - old) * log((1 - old + MT_MEAN_EPSILON) / (1 - p + MT_MEAN_EPSILON));
+    return !(advantage > 0 ? divergence <= c->clip_ratio_high || moved <= 0
+                           : divergence <= c->clip_ratio_low || moved >= 0);
 }
 
 static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i,
                                       const mt_policy_sequence *sequence) {
     double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_bounded(x, -20, 20));
+    bool selected = t->selected && t->selected[i] != 0;
     mt_policy_term term = {0};
     switch (c->variant) {
     case MT_POLICY_PPO:
@@ -5370,11 +5389,53 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term = mt_clipped_surrogate(c, 0, sequence->ratio, advantage);
         if (sequence->dratio == 0) term.dlogp = 0;
         break;
-    case MT_POLICY_CISPO: {
+    case MT_POLICY_CISPO:
+    case MT_POLICY_TIS: {
         double clipped = mt_bounded(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
-        term.dlogp = -clipped * advantage, term.loss = term.dlogp * t->logp[i], term.clipped = ratio != clipped;
+        term = mt_weighted_logp(advantage, clipped, t->logp[i], ratio != clipped);
         break;
     }
+    case MT_POLICY_TOPR: {
+        double weight = selected ? c->weight_pos : c->weight_neg * mt_minimum(ratio, 1);
+        term = mt_weighted_logp(advantage, weight, t->logp[i], !selected && ratio > 1);
+        break;
+    }
+    case MT_POLICY_DPPO_TV:
+    case MT_POLICY_DPPO_KL: {
+        double bounded = c->clip_ratio_c > 0 ? mt_minimum(ratio, c->clip_ratio_c) : ratio;
+        bool masked = mt_dppo_masks(c, t->logp[i], x, advantage);
+        term = mt_weighted_logp(advantage, masked ? 0 * ratio : bounded, t->logp[i], masked); // NaN stays
+        term.clipped_lower = !masked && ratio != bounded;
+        break;
+    }
+    case MT_POLICY_SAPO: {
+        double tau = advantage > 0 ? c->tau_pos : c->tau_neg, gate = 1 / (1 + exp(-tau * (ratio - 1)));
+        term.loss = -advantage * gate * 4 / tau;
+        term.dlogp = fabs(x) > 20 ? 0 : -advantage * 4 * gate * (1 - gate) * ratio;
+        break;
+    }
+    case MT_POLICY_DRO:
+    case MT_POLICY_KIMI15:
+        term.loss = -advantage * t->logp[i] + c->beta / 2 * x * x, term.dlogp = -advantage + c->beta * x;
+        break;
+    case MT_POLICY_OPMD:
+        term = mt_weighted_logp(advantage, 1 / (1 + c->beta), t->logp[i], false);
+        break;
+    case MT_POLICY_SPPO: {
+        double clipped = mt_bounded(x, -log1p(c->clip_ratio_low), log1p(c->clip_ratio_high));
+        term.clipped = x != clipped;
+        term.loss = -advantage * clipped, term.dlogp = term.clipped ? 0 * x : -advantage;
+        break;
+    }
+    case MT_POLICY_KL_COV:
+        term.loss = -advantage * ratio, term.dlogp = fabs(x) > 20 ? 0 : term.loss;
+        if (selected) term.loss += c->kl_cov_coef * fabs(x), term.dlogp += c->kl_cov_coef * ((x > 0) - (x < 0));
+        break;
+    case MT_POLICY_CLIP_COV:
+        term = mt_clipped_surrogate(c, 0, ratio, advantage);
+        if (fabs(x) > 20) term.dlogp = 0;
+        if (selected) term = (mt_policy_term){.loss = 0 * term.loss, .dlogp = 0 * term.loss, .clipped = true};
+        break;
     case MT_POLICY_GMPO:
         term.loss = -advantage * sequence->ratio;
         if (advantage != 0 && mt_gmpo_log_ratio(c, x, advantage) == x)
@@ -5383,8 +5444,12 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
         break;
     case MT_POLICY_GPG:
-        term.dlogp = -advantage, term.loss = -advantage * t->logp[i];
+        term = mt_weighted_logp(advantage, 1, t->logp[i], false);
         break;
+    }
+    if (t->rollout_weights) {
+        double weight = c->variant == MT_POLICY_GMPO ? sequence->weight : t->rollout_weights[i];
+        term.loss *= weight, term.dlogp *= weight;
     }
     return term;
 }
@@ -5410,7 +5475,8 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
-    sums->metrics[MT_POLICY_PPO_KL] -= mt_bounded(mt_log_ratio(t, i), -20, 20);
+    double x = mt_bounded(mt_log_ratio(t, i), -20, 20);
+    sums->metrics[MT_POLICY_PPO_KL] += c->variant == MT_POLICY_KL_COV ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
@@ -5418,7 +5484,7 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
     bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
     mt_aggregation aggregation = c->aggregation;
-    if (by_sequence) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (by_sequence || c->variant == MT_POLICY_SAPO) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
     for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
@@ -10478,8 +10544,8 @@ static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float
 /* Counts the tokens whose operand is not finite. `own`: the model's log-probabilities or values; where they are finite
  * and the divergence is not, the teacher's logits are at fault. */
 static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_loss_tokens *t, const double *own) {
-    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp, t->ref_logp, t->advantages, t->returns,
-                                                      t->old_values};
+    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp,   t->ref_logp,        t->advantages, t->returns,
+                                                      t->old_values, t->rollout_weights, t->selected};
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
@@ -10495,8 +10561,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     bool has_values = m->options->head_type != MT_HEAD_LM, uses_entropy = out->dentropy && !has_values;
     mt_loss_sums sums = {0};
     mt_loss_tokens tokens = {.T = n, .num_sequences = p->whole->num_spans, .sequences = p->whole->spans};
-    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp, &tokens.advantages,
-                                                 &tokens.returns, &tokens.old_values};
+    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,   &tokens.advantages,
+                                                 &tokens.returns,  &tokens.old_values, &tokens.rollout_weights,
+                                                 &tokens.selected};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
         if (!(m->plan.loss->inputs & 1u << i)) continue;
         for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
@@ -13291,6 +13358,7 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
                  {MT_OPERAND_TEACHER, "the logits of the teacher (--teacher-load)"},
                  {MT_OLD_VALUES, "the values of the critic"},
                  {MT_OLD_LOGP, "the old log-probabilities"},
+                 {MT_ROLLOUT_WEIGHTS, "the rollout weights"},
                  {MT_ADVANTAGES, "the advantages"},
                  {MT_RETURNS, "the returns"}};
     if (fault) return fault;

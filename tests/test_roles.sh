@@ -195,7 +195,7 @@ environments_concern_training_alone() {
 
 # A value that is refused does no harm where the command line has the option.
 refused_values_give_way_to_the_command_line() {
-    printf '%s\n' 'actor_train: {pg_variant: topr, training_args: {lr_scheduler_type: polynomial}}' \
+    printf '%s\n' 'actor_train: {pg_variant: toprr, training_args: {lr_scheduler_type: polynomial}}' \
         >"$work/values.yaml"
     refused 'pg_variant expects' "$train" --config "$work/values.yaml" --role actor_train --print-config &&
         refused 'lr_scheduler_type cannot be polynomial' "$train" --config "$work/values.yaml" --role actor_train \
@@ -616,8 +616,11 @@ EOF
     sed 's/recompute_granularity: full/recompute_granularity: null, recompute_modules: [core_attn]/' \
         "$work/later.yaml" >"$work/modules.yaml" && prints "$work/modules.yaml" actor_train &&
         unused actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules 'of no use' || return 1
-    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
-        refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
+    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/correct.yaml" &&
+        prints "$work/correct.yaml" actor_train && sets algorithm.rollout_correction.rollout_is rollout-is token &&
+        sets algorithm.rollout_correction.rollout_is_threshold rollout-is-threshold 2.0 || return 1
+    sed 's/bypass_mode: false/bypass_mode: true/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'bypass_mode is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
         sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'bad.yaml:8: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config && sed 's/router: false/router: true/' "$work/later.yaml" >"$work/bad.yaml" &&
@@ -628,21 +631,23 @@ EOF
 # verl's other losses than PPO's do not clip twice, and those of whole sequences have an aggregation of their own. ROLL
 # names the loss without a ratio "vanilla", verl that of PPO.
 every_policy_loss_runs() {
-    for loss in vanilla gspo geo_mean cispo gpg; do
+    for loss in vanilla gspo geo_mean cispo gpg sapo dppo_tv dppo_kl dro kl_cov clip_cov; do
         for given in '' '\n    clip_ratio_c: 3.0\n    loss_agg_mode: token-mean'; do
-            sed "s/^    use_kl_loss: false/&\n    policy_loss: {loss_mode: $loss}$given/" "$roles/verl.yaml" \
-                >"$work/loss.yaml"
+            sed "s/^    use_kl_loss: false/&\n    policy_loss: {loss_mode: $loss, dro_beta: 0.1}$given/" \
+                "$roles/verl.yaml" >"$work/loss.yaml"
             # shellcheck disable=SC2086
             prints "$work/loss.yaml" actor_train $small --tensor-model-parallel-size 1 --data-path prompts.jsonl \
                 --seq-length 64 --max-new-tokens 4 && ! grep 'do not make a run' "$work/out" || return 1
             case $loss-$given in
             vanilla-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
             vanilla-*) sets actor_rollout_ref.actor.loss_agg_mode loss-agg-mode token-mean || return 1 ;;
+            dppo_*-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
+            dppo_*) sets actor_rollout_ref.actor.clip_ratio_c clip-ratio-c 3 || return 1 ;;
             *-) ! grep 'clip.ratio.c' "$work/out" || return 1 ;;
             *) unused actor_rollout_ref.actor.clip_ratio_c 'the policy loss' || return 1 ;;
             esac
             case $loss-$given in
-            gspo-?* | geo_mean-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
+            gspo-?* | geo_mean-?* | sapo-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
             esac
         done
     done
