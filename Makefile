@@ -470,12 +470,16 @@ deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
 # The page of `make trace` is tested in chromium where it is installed; it is large, so it is not installed here.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
+# No distribution has pyarrow and duckdb for the suite parquet: pip installs them in a folder of build/.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
-	$(call install_packages,clang clang-format shellcheck python3-yaml iproute2 $(CLANG:%=libomp-%-dev) \
+	$(call install_packages,clang clang-format shellcheck python3-yaml python3-venv iproute2 $(CLANG:%=libomp-%-dev) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute,llvm shellcheck)
+	@mkdir -p build; build/python/bin/python -c 'import pyarrow, duckdb' 2>/dev/null || \
+		{ python3 -m venv build/python && build/python/bin/pip -q install pyarrow duckdb; } >build/pip.log 2>&1 || \
+		echo "pip installs no pyarrow (build/pip.log): the suite parquet is skipped in part"
 
 endif

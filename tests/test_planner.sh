@@ -939,7 +939,8 @@ numbers_to_launch_divide_the_batch() {
     refused 'trace-last-step 1 comes before' timeout "$hang" "$train" $common $small --num-layers 48 --gpu h100 \
         --global-batch-size 1000000 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout auto \
         --trace "$work/t" --trace-first-step 5 --trace-last-step 1 --print-launch 1000000 &&
-        "$train" $common $small --global-batch-size 999983 --print-launch 999982 >"$work/out" && says '^ranks 1$' "$work/out"
+        "$train" $common $small --global-batch-size 999983 --print-launch 999982 >"$work/out" &&
+        says '^ranks 1$' "$work/out"
 }
 
 # A plan saves nothing, so a signal ends it at once.

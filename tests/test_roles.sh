@@ -560,7 +560,7 @@ EOF
         return 1
     printf '%s\n' "data: {train_files: $work/say.jsonl, seed: 7}" 'actor_rollout_ref: {model: {path: a/b}, actor: {}}' \
         >"$work/seed.yaml"
-    prints "$work/seed.yaml" actor_train && sets data.seed seed 7
+    prints "$work/seed.yaml" actor_train && sets data.seed data-seed 7 && shows seed 42
 }
 
 # Names of ROLL's configuration that hold here with one value.
