@@ -107,7 +107,7 @@ static bool is_repeated(int64_t start, int64_t end, int64_t *last) {
 
 #ifdef MT_HAVE_PCRE2
 
-/* tokenizer.json's patterns are written for Oniguruma, in the syntax of Ruby. What has another meaning in PCRE2 is
+/* tokenizer.json's patterns are written for Oniguruma, in the syntax of Ruby. Syntax with another meaning in PCRE2 is
  * spelled out or refused: \s is Unicode's White_Space (PCRE2 adds U+180E); \w includes marks, connectors and, outside
  * of classes, the numbers of Latin-1 (not in PCRE2), \b agrees with it; names in [: :] are properties of Unicode. */
 #define SPACES "\\t-\\r\\x{85}\\p{Z}"
@@ -130,7 +130,7 @@ static bool compiles(const char *pattern) {
 }
 
 /* Translates \p{NAME} or \P{NAME} of `length` bytes. A script is that of the character itself; PCRE2 from 10.40 on
- * takes those that use it too, such as the ideographic comma for Han. */
+ * adds characters that other scripts use too, such as the ideographic comma to Han. */
 static void translate_property(mt_text *out, const char *source, int64_t length) {
     bool inverse = length > 3 && source[3] == '^', negated = (source[1] == 'P') != inverse;
     char script[80] = "";
