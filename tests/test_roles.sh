@@ -406,12 +406,12 @@ sft_train:
 EOF
     # shellcheck disable=SC2086
     prints "$work/idle.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
-        unused sft_train.training_args.run_name 'reports are --metrics' && shows train-iters 7 || return 1
+        unused sft_train.training_args.run_name trackers && shows train-iters 7 || return 1
     # shellcheck disable=SC2086
     "$train" --mock-data $small --seq-length 32 --run_name first --report_to wandb --ddp_timeout 180000000 \
         --dataloader_num_workers 4 --remove_unused_columns False --logging_first_step --torch_compile True \
         --gradient_checkpointing_kwargs '{"use_reentrant": false}' --max_steps 7 --print-config >"$work/out" \
-        2>"$work/err" && says 'no effect here: .*--run_name' "$work/err" && shows train-iters 7 || return 1
+        2>"$work/err" && says 'no effect here: .*--run_name' "$work/out" && shows train-iters 7 || return 1
     for wrong in group_by_length=true gradient_checkpointing=true label_smoothing_factor=0.1; do
         # shellcheck disable=SC2086
         refused 'can only be' "$train" --mock-data $small --seq-length 32 "--$wrong" --print-config || return 1
