@@ -487,8 +487,8 @@ deps:
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
-	$(call install_packages,clang clang-format shellcheck python3-yaml python3-venv iproute2 pandoc $(CLANG:%=libomp-%-dev) \
-		$(if $(shell apt-cache show chromium 2>/dev/null),chromium) \
+	$(call install_packages,clang clang-format shellcheck python3-yaml python3-venv iproute2 pandoc \
+		$(CLANG:%=libomp-%-dev) $(if $(shell apt-cache show chromium 2>/dev/null),chromium) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute pandoc chromium,\
 		llvm shellcheck pandoc)
