@@ -395,6 +395,30 @@ EOF
         ! grep -q '^  bf16' "$work/out"
 }
 
+# Fields of transformers that no number depends on stop no run, as its users set them; others are refused.
+fields_without_effect_have_any_value() {
+    cat >"$work/idle.yaml" <<EOF
+sft_train:
+  training_args: {output_dir: out, run_name: first, report_to: wandb, logging_dir: ./logs, ddp_timeout: 180000000,
+    dataloader_num_workers: 4, dataloader_pin_memory: false, remove_unused_columns: false, logging_first_step: true,
+    log_level: info, torch_compile: true, use_liger_kernel: true, include_tokens_per_second: true, max_steps: 7,
+    gradient_checkpointing_kwargs: {use_reentrant: false}, ddp_find_unused_parameters: true}
+EOF
+    # shellcheck disable=SC2086
+    prints "$work/idle.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
+        unused sft_train.training_args.run_name trackers && shows train-iters 7 || return 1
+    # shellcheck disable=SC2086
+    "$train" --mock-data $small --seq-length 32 --run_name first --report_to wandb --ddp_timeout 180000000 \
+        --dataloader_num_workers 4 --remove_unused_columns False --logging_first_step --torch_compile True \
+        --gradient_checkpointing_kwargs '{"use_reentrant": false}' --max_steps 7 --print-config >"$work/out" \
+        2>"$work/err" && says 'no effect here: .*--run_name' "$work/out" && shows train-iters 7 || return 1
+    for wrong in group_by_length=true gradient_checkpointing=true label_smoothing_factor=0.1; do
+        # shellcheck disable=SC2086
+        refused 'can only be' "$train" --mock-data $small --seq-length 32 "--$wrong" --print-config || return 1
+    done
+    says 'smoothed' "$work/err"
+}
+
 # As Python writes them, and transformers' values for "not given"; in both orders, and in a flat file.
 fields_on_the_command_line_may_be_at_their_defaults() {
     # shellcheck disable=SC2086
@@ -560,7 +584,7 @@ EOF
         return 1
     printf '%s\n' "data: {train_files: $work/say.jsonl, seed: 7}" 'actor_rollout_ref: {model: {path: a/b}, actor: {}}' \
         >"$work/seed.yaml"
-    prints "$work/seed.yaml" actor_train && sets data.seed seed 7
+    prints "$work/seed.yaml" actor_train && sets data.seed data-seed 7 && shows seed 42
 }
 
 # Names of ROLL's configuration that hold here with one value.
@@ -1439,6 +1463,7 @@ check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an
 check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_setting
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
+check fields_without_effect_have_any_value fields_without_effect_have_any_value
 check fields_on_the_command_line_may_be_at_their_defaults fields_on_the_command_line_may_be_at_their_defaults
 check intervals_may_be_shares_of_all_steps intervals_may_be_shares_of_all_steps
 check fields_of_another_name_must_agree fields_of_another_name_must_agree

@@ -791,7 +791,7 @@ static const mt_role_key keys[] = {
     {"verl.data", "tokenizer", MT_KEY_OPTION, "tokenizer-model"},
     {"verl.data", "train_max_samples", MT_KEY_FIXED, "all samples of the files are read", "-1"},
     {"verl.data", "shuffle", MT_KEY_OPTION, "shuffle-prompts", NULL, LEARNER},
-    {"verl.data", "seed", MT_KEY_OPTION, "seed", NULL, LEARNER},
+    {"verl.data", "seed", MT_KEY_OPTION, "data-seed", NULL, LEARNER}, // of the order of prompts alone
     {"verl.data", "truncation", MT_KEY_FIXED, "longer prompts are left out, and their number is printed", "error"},
     {"verl.data", "apply_chat_template_kwargs", MT_KEY_JSON, "chat-template-kwargs", NULL, "actor_train"},
     {"verl.data", "tool_config_path function_tool_path", MT_KEY_REFUSED, "prompts have no tools"},
