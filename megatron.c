@@ -10870,6 +10870,14 @@ static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
     return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
 }
 
+int64_t mt_eval_micro_batch_size(const mt_options *o) {
+    return o->eval_micro_batch_size > 0 ? o->eval_micro_batch_size : o->micro_batch_size;
+}
+
+int64_t mt_largest_micro_batch_size(const mt_options *o) {
+    return mt_max(o->micro_batch_size, o->eval_micro_batch_size);
+}
+
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens) {
     int64_t ranks = mt_token_ranks(options, options->context_parallel_size);
     return mt_divide_up(tokens, ranks) * ranks / options->context_parallel_size;

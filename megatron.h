@@ -650,6 +650,7 @@ typedef struct mt_options {
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
+    int64_t eval_micro_batch_size; // of evaluations; 0: micro_batch_size
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     mt_lr_decay_style lr_decay_style;
     mt_wsd_decay_style lr_wsd_decay_style;
@@ -3215,6 +3216,10 @@ typedef struct mt_batch {
 /* Allocates a batch for up to max_tokens tokens in one block; free it with mt_batch_free. */
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
+
+/* The sequences of a micro-batch of an evaluation, and the most that a micro-batch has, for which memory is planned. */
+int64_t mt_eval_micro_batch_size(const mt_options *options);
+int64_t mt_largest_micro_batch_size(const mt_options *options);
 
 /* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);

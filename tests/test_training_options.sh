@@ -247,7 +247,62 @@ ranks_may_be_numbered_by_stages_first() {
     metric "$work/b" lm_loss >"$work/b.losses"
     cmp "$work/a.losses" "$work/b.losses"
 }
+# Evaluations begin at an iteration, with the first validation samples; a run that resumes goes on with those after the
+# samples of the evaluations before.
+evaluations_begin_at_an_iteration() {
+    steps='--eval-iters 2 --eval-interval 2 --eval-global-batch-size 4 --global-batch-size 2 --lr 1e-30'
+    # shellcheck disable=SC2086
+    run $steps --train-iters 7 --metrics "$work/all" && run $steps --train-iters 7 --start-eval-at-iter 3 \
+        --metrics "$work/late" || return 1
+    [ "$(sed -n 's/^{"iteration": \([0-9]*\), "validation.*/\1/p' "$work/late" | tr '\n' ' ')" = '4 6 7 ' ] || return 1
+    metric "$work/all" validation_loss | head -n 3 >"$work/first"
+    metric "$work/late" validation_loss | cmp - "$work/first" || return 1
+    # shellcheck disable=SC2086
+    run $steps --train-iters 7 --start-eval-at-iter 3 --exit-interval 5 --save "$work/s" --metrics "$work/part" &&
+        run $steps --train-iters 7 --start-eval-at-iter 3 --load "$work/s" --metrics "$work/rest" || return 1
+    cat "$work/part" "$work/rest" >"$work/both"
+    metric "$work/both" validation_loss | cmp - "$work/first"
+}
+check evaluations_begin_at_an_iteration evaluations_begin_at_an_iteration
+
+# The batches of an evaluation may have other sizes than those of training, on every layout: the same validation losses
+# as a run whose training has these sizes. The rate moves no weight.
+evaluations_have_batches_of_their_own() {
+    evaluated="--num-layers 4 --eval-iters 3 --eval-interval 2 --lr 1e-30"
+    # shellcheck disable=SC2086
+    run $evaluated --train-iters 6 --global-batch-size 12 --micro-batch-size 2 --metrics "$work/want" || return 1
+    metric "$work/want" validation_loss >"$work/want.losses"
+    [ "$(wc -l <"$work/want.losses")" = 3 ] || return 1
+    layout=0
+    while read -r ranks options; do
+        layout=$((layout + 1))
+        # shellcheck disable=SC2086
+        run_on "$ranks" $evaluated --train-iters 6 --metrics "$work/m$layout" --eval-global-batch-size 12 $options ||
+            return 1
+        metric "$work/m$layout" validation_loss | paste "$work/want.losses" - |
+            awk '{ d = $1 - $2; if (!(d * d < 1e-10)) { print; exit 1 } n++ } END { exit n != 3 }' || return 1
+    done <<EOF
+1 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 4
+2 --global-batch-size 4 --micro-batch-size 2 --eval-micro-batch-size 1
+2 --global-batch-size 4 --micro-batch-size 1 --eval-micro-batch-size 4 --pipeline-model-parallel-size 2
+2 --global-batch-size 4 --micro-batch-size 2 --eval-micro-batch-size 12 --pipeline-model-parallel-size 2
+2 --global-batch-size 4 --micro-batch-size 1 --eval-micro-batch-size 4 --pipeline-model-parallel-size 2 \
+--num-virtual-stages-per-pipeline-rank 2
+4 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 3 \
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+4 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 6 \
+--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
+EOF
+    run --train-iters 1 --eval-iters 1 --global-batch-size 2 --eval-micro-batch-size 4
+    says 'error: --global-batch-size, the batch of evaluations too, 2 must be a multiple of 4' "$work/err" || return 1
+    run --train-iters 1 --eval-iters 1 --micro-batch-size 2 --eval-global-batch-size 3
+    says 'error: --eval-global-batch-size 3 must be a multiple of 2' "$work/err" || return 1
+    run --train-iters 1 --eval-global-batch-size 3 --start-eval-at-iter 2 && says 'eval-global-batch-size' "$work/out" \
+        "$work/err"
+}
+
 if [ -n "${HAVE_MPI:-}" ]; then
+    check evaluations_have_batches_of_their_own evaluations_have_batches_of_their_own
     check norm_and_zeros_do_not_depend_on_the_layout norm_and_zeros_do_not_depend_on_the_layout
     check ranks_may_be_numbered_by_stages_first ranks_may_be_numbered_by_stages_first
 else

@@ -59,6 +59,8 @@ typedef struct mt_run_options {
     mt_device device;
     mt_ints rampup_batch_size;      // start, increment, samples
     char *step_batch_size_schedule; // "TOKENS:SIZE TOKENS:SIZE ..."
+    int64_t eval_global_batch_size; // 0: that of training
+    int64_t start_eval_at_iter;
     int64_t eval_interval, eval_iters, log_interval, exit_interval, check_weight_hash_across_dp_replicas_interval;
     double eval_interval_fraction, log_interval_fraction, save_interval_fraction; // of all steps; 0: not given
     double exit_duration_in_mins;
