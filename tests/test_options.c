@@ -1645,7 +1645,7 @@ static void files_of_other_programs_have_one_line(void **state) {
                      "--tau-init: 1, --tau-decay: 1, --loss-alpha: 1, --soft-mask: true}\n",
                      "run.yaml:1: flextron, slice, router-std, budget-type, tau-init, tau-decay and 2 more are not "
                      "supported (models of elastic size: Flextron)");
-    // what is refused first says what the program is, before a value that is of it too
+    // names that were refused, before a value that is refused too
     expect_yaml_line("MODEL_ARGS:\n  --dataset-provider: llava_vlm\n  --dataloader-type: external\n",
                      "run.yaml:2: dataset-provider is not supported (models of images and text (MIMO))");
 }
@@ -3676,6 +3676,11 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_good(&o, RUN "--rerun-mode validate_results --attention-backend auto --bf16");
     assert_true(o.stack.deterministic_mode); // the rerun must repeat bit for bit
     mt_options_free(&o);
+    expect_error(RUN "--error-injection-rate 10", "--error-injection-rate needs --rerun-mode validate_results");
+    expect_error(RUN "--error-injection-type persistent_error", "needs --error-injection-rate");
+    expect_error(RUN "--rerun-mode validate_results --check-for-spiky-loss --no-check-for-nan-in-loss-and-grad "
+                     "--error-injection-rate 10",
+                 "--error-injection-rate has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
                  "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",

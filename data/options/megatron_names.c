@@ -473,9 +473,9 @@ static const struct {
      "non-persistent-local-ckpt-dir non-persistent-save-interval object-storage-cache-path replication "
      "replication-factor replication-jump save-activations-interval save-config-filepath save-dgrads-interval "
      "save-params-interval save-wgrads-interval"},
-    {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and injected faults",
+    {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and faults injected into it",
      "adlr-autoresume-interval calc-ft-timeouts enable-ft-package "
-     "error-injection-rate error-injection-type ft-num-warmup-iters gpu-sniff-test-interval "
+     "ft-num-warmup-iters gpu-sniff-test-interval "
      "inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout "
      "inprocess-empty-cuda-cache inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval "
      "inprocess-heartbeat-timeout inprocess-last-call-wait inprocess-max-iterations "

@@ -577,7 +577,7 @@ static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-/* A batch of an evaluation splits into its micro-batches, of which any number pass through a pipeline. */
+/* A batch of an evaluation splits into its micro-batches. Any number of these pass through a pipeline. */
 static int mt_options_check_eval_batch(const mt_run_options *o, mt_error *error) {
     int64_t micro = mt_eval_micro_batch_size(&o->stack), unit = micro * o->stack.data_parallel_size;
     bool of_run = micro == o->stack.micro_batch_size && o->eval_global_batch_size == 0;

@@ -770,6 +770,14 @@ const mt_option mt_option_table[] = {
     {"rerun-mode", MT_CHOICE, MT_AT(stack.rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
      "repeat a bad step to distinguish a transient fault from a reproducible one, and name the rank; implies "
      "--deterministic-mode"},
+    {"error-injection-rate", MT_INT, MT_AT(stack.error_injection_rate), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+     "test the reruns: of this many micro-batches of a rank, after the run's first step, one makes its step faulty, on "
+     "average; 0: none",
+     .needs = "rerun-mode validate_results", .excludes = "fp16"},
+    {"error-injection-type", MT_CHOICE, MT_AT(stack.error_injection_type), MT_TRAIN, MT_OF_RUN, "transient_error",
+     "transient_error|persistent_error|correct_result",
+     "the fault: the loss is NaN, in the first run of the step or in both; or a good result is rejected",
+     .needs = "error-injection-rate"},
 
     {.help = "data"},
     {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, MT_PREFIXES,
