@@ -429,7 +429,8 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     expect_error(RUN "--hybrid-override-pattern M*/*-/*-", "has modules of multi-token prediction (/), which");
     expect_error(RUN "--mtp-num-layers 2 --mtp-use-repeated-layer",
                  "applied several times: each has weights of its own");
-    expect_error(RUN "--fim-data", "filling in the middle, whose samples in Megatron-LM depend on the number of ranks");
+    expect_error(RUN "--fim-data", "--fim-data and --mock-data exclude each other");
+    expect_error(RUN "--fim-rate 0.25", "--fim-rate needs --fim-data");
     expect_error(RUN "--logits-save-top-p 1", "files of a teacher's logits");
     expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern M", "has 1 letters, and --num-layers is 2; make them equal");

@@ -419,10 +419,6 @@ static const struct {
      "evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval mask-prob "
      "output-bert-embeddings query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling "
      "sample-rate short-seq-prob titles-data-path use-one-sent-docs vocab-extra-ids"},
-    {MT_NAME_UNSUPPORTED,
-     "filling in the middle, whose samples in Megatron-LM depend on the number of ranks and of loading processes",
-     "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
-     "fim-rate fim-split-sample fim-spm-rate fim-suffix-token"},
     {MT_NAME_UNSUPPORTED, "files of a teacher's logits; --stage kd computes them",
      "logits-load-decode-threads "
      "logits-load-ignore-errors logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype "

@@ -14,6 +14,7 @@
 #include "../options/option_warn.h"
 #include "../tokens/chat.h"
 #include "../models/special_tokens.h"
+#include "../datasets/fim.h"
 #include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
@@ -218,6 +219,8 @@ static void open_data(mt_run *r) {
     mt_run_options *o = &r->options;
     mt_data_config *config = &r->data_config;
     configure_data(r);
+    refuse(r, o->fim_data ? mt_fim_open(&r->fim, o, r->tokenizer, &error) : 0, &error);
+    config->fim = r->fim;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
@@ -566,6 +569,7 @@ void mt_run_close(mt_run *r) {
     mt_run_report_saved(r);
     mt_report_close(&r->report);
     close_data(r);
+    mt_fim_close(r->fim);
     mt_batch_free(&r->batch);
     mt_saver_close(r->saver);
     mt_rl_close(r->rl);
