@@ -141,6 +141,15 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
     }
 }
 
+bool mt_option_reader_lacks_one(const mt_option_reader *reader) {
+    for (int64_t i = 0; i < reader->num_refused; i++) {
+        const char *reason = reader->refused[i].reason;
+        if (strncmp(reason, NOT_SUPPORTED, strlen(NOT_SUPPORTED)) != 0) return false;
+        if (strcmp(reason, reader->refused[0].reason) != 0) return false;
+    }
+    return reader->num_refused > 0;
+}
+
 /* Names of one capability that is not supported make one line, with its first names. */
 static int mt_refusals_report_one(const mt_option_reader *reader, mt_error *error) {
     enum { MT_NAMES = 6 };
@@ -160,12 +169,10 @@ static int mt_refusals_report_one(const mt_option_reader *reader, mt_error *erro
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
-    bool is_one = strncmp(first->reason, NOT_SUPPORTED, strlen(NOT_SUPPORTED)) == 0;
-    for (const mt_refusal *r = first; r < end; r++) is_one = is_one && strcmp(r->reason, first->reason) == 0;
     if (end == first + 1 && *first->reason)
         return mt_error_set(error, "%s%s %s%s", first->position, first->name, first->reason,
                             strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0 ? "; leave it out" : "");
-    if (is_one && end > first + 1) return mt_refusals_report_one(reader, error);
+    if (end > first + 1 && mt_option_reader_lacks_one(reader)) return mt_refusals_report_one(reader, error);
     if (end == first + 1 && *first->nearest)
         return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->position, first->name,
                             first->nearest);

@@ -385,6 +385,6 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
     for (int64_t i = 0; i < list.count; i++)
         free(list.items[i].name), free(list.items[i].where), free(list.items[i].value);
     free(list.items);
-    bool has_refused = is_argument && reader->num_refused > 0; // in the order of a file of another program
+    bool has_refused = is_argument && mt_option_reader_lacks_one(reader); // in the order of a file of another program
     return status != 0 && has_refused ? mt_option_reader_report(reader, error) : status;
 }
