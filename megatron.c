@@ -7347,7 +7347,8 @@ enum {
     MT_RANDOM_DROPOUT = 2,
     MT_RANDOM_SAMPLE = 3,
     MT_RANDOM_ADAPTER = 4,
-    MT_RANDOM_ROUTER = 5
+    MT_RANDOM_ROUTER = 5,
+    MT_RANDOM_INJECTION = 6
 };
 
 static mt_dropout mt_model_dropout(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
@@ -11007,6 +11008,14 @@ static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
     return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
 }
 
+int64_t mt_eval_micro_batch_size(const mt_options *o) {
+    return o->eval_micro_batch_size > 0 ? o->eval_micro_batch_size : o->micro_batch_size;
+}
+
+int64_t mt_largest_micro_batch_size(const mt_options *o) {
+    return mt_max(o->micro_batch_size, o->eval_micro_batch_size);
+}
+
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens) {
     int64_t ranks = mt_token_ranks(options, options->context_parallel_size);
     return mt_divide_up(tokens, ranks) * ranks / options->context_parallel_size;
@@ -13288,8 +13297,9 @@ static void mt_sums_finish(mt_model *m, bool training) {
     if (training && m->indexer_sums) m->ops->all_reduce(m->indexer_sums, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
-/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. */
-static int mt_step_gradients(mt_model *m, mt_source *from, mt_error *error) {
+/* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. `spoils`: this rank's loss
+ * becomes NaN, an injected fault. */
+static int mt_step_gradients(mt_model *m, mt_source *from, bool spoils, mt_error *error) {
     from->tokens = 0;
     mt_gradients_begin(m);
     mt_experts_begin(m);
@@ -13299,6 +13309,7 @@ static int mt_step_gradients(mt_model *m, mt_source *from, mt_error *error) {
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     if (mt_run_schedule(m, from, error) != 0) return -1;
     mt_phase_begin(m, "gradients", -1, -1);
+    if (spoils) mt_copy_wait(m, m->numbers->sums, &(double){NAN}, 8);
     if (m->reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m, true);
     mt_gradients_finish(m);
@@ -13595,6 +13606,9 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
                      (long long)iteration, names,
                      second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second result is used"
                                                                      : "the second result is bad too");
+    else if (first->guard[MT_GUARD_CHECK] == MT_STEP_PASSED)
+        mt_step_warn(m, "iteration %lld ran again: a correct result, every rank had the same and it passes the check",
+                     (long long)iteration);
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
         mt_step_warn(m, "iteration %lld ran again: a repeatable fault, every rank had the same result; not finite: %s",
                      (long long)iteration, names);
@@ -13689,17 +13703,55 @@ int mt_train_check_replicas(mt_model *m, mt_error *error) {
     return mt_agree(&m->grid->world, differs, error);
 }
 
+/* A step's injected faults. */
+typedef struct mt_injection {
+    bool any, here; // on some rank; on this one
+} mt_injection;
+
+/* Each rank finds the draws of all. As in Megatron-LM, the first step of a run has none. */
+static mt_injection mt_injection_draw(const mt_model *m, int64_t iteration, int64_t micro_batches) {
+    static const char *const names[] = {"a transient error", "a persistent error", "a rejected result"};
+    const mt_options *o = m->options;
+    const mt_group *world = &m->grid->world;
+    mt_injection injection = {false, false};
+    char text[160];
+    if (o->error_injection_rate == 0 || m->trainer->num_steps == 0) return injection;
+    double chance = 1 - pow(1 - 1 / (double)o->error_injection_rate, (double)micro_batches);
+    double *is_faulty = mt_calloc(world->size * 8);
+    for (int rank = 0; rank < world->size; rank++) {
+        uint32_t words[4];
+        mt_philox(words, mt_random_key((uint64_t)o->seed, MT_RANDOM_INJECTION, 0), (uint64_t)iteration, (uint64_t)rank);
+        is_faulty[rank] = (double)words[0] < chance * 4294967296.0;
+    }
+    injection.here = is_faulty[world->rank] > 0;
+    injection.any = mt_ranks_print(text, is_faulty, world->size) > 0;
+    if (injection.any)
+        mt_step_warn(m, "iteration %lld: injecting %s on %s (--error-injection-rate)", (long long)iteration,
+                     names[o->error_injection_type], text);
+    free(is_faulty);
+    return injection;
+}
+
 /* Gradients and their check. With --rerun-mode validate_results a bad step runs again with the same parameters and
  * samples; its second result replaces the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, mt_source *from, mt_error *error) {
-    if (mt_step_gradients(m, from, error) != 0) return -1;
+    mt_injection injection = mt_injection_draw(m, iteration, from->micro_batches);
+    mt_injected_error type = m->options->error_injection_type;
+    bool rejects = injection.any && type == MT_INJECT_CORRECT_RESULT;
+    bool spoils = injection.here && type != MT_INJECT_CORRECT_RESULT,
+         spoils_again = spoils && type == MT_INJECT_PERSISTENT;
+    double guard[MT_GUARD_NUMBERS];
+    if (rejects) mt_copy_wait(m, guard, m->numbers->guard, sizeof guard);
+    if (mt_step_gradients(m, from, spoils, error) != 0) return -1;
     if (!m->reruns) return 0;
     mt_step_numbers first, second;
     mt_copy_wait(m, &first, m->numbers, (int64_t)sizeof first);
-    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
+    bool passed = first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED;
+    if ((passed && !rejects) || first.guard[MT_GUARD_CHECK] == MT_NO_TOKENS) return 0;
     if (mt_loss_scale_skips(m, &first)) return 0;
     mt_fp8_discard_step(m);
-    if (mt_step_gradients(m, from, error) != 0) return -1;
+    if (passed) mt_copy_wait(m, m->numbers->guard, guard, sizeof guard); // it has counted the step
+    if (mt_step_gradients(m, from, spoils_again, error) != 0) return -1;
     mt_copy_wait(m, &second, m->numbers, (int64_t)sizeof second);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;

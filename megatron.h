@@ -272,6 +272,13 @@ typedef enum mt_weight_decay_style {
 typedef enum mt_exit_signal { MT_EXIT_SIGTERM, MT_EXIT_SIGINT, MT_EXIT_SIGUSR1, MT_EXIT_SIGUSR2 } mt_exit_signal;
 typedef enum mt_bad_step_policy { MT_BAD_STEP_STOP, MT_BAD_STEP_SKIP, MT_BAD_STEP_REWIND } mt_bad_step_policy;
 typedef enum mt_rerun_mode { MT_RERUN_DISABLED, MT_RERUN_VALIDATE_RESULTS } mt_rerun_mode;
+/* Faults for tests of reruns: a wrong result that a rerun does not repeat, one that it does, a good one that is
+ * rejected. */
+typedef enum mt_injected_error {
+    MT_INJECT_TRANSIENT,
+    MT_INJECT_PERSISTENT,
+    MT_INJECT_CORRECT_RESULT
+} mt_injected_error;
 typedef enum mt_device { MT_DEVICE_AUTO, MT_DEVICE_CPU, MT_DEVICE_CUDA } mt_device;
 /* The implementation of attention (--attention-backend). AUTO: the fastest one for the call. FLASH: the fused kernels
  * of cuda/. CUDNN: cuDNN's for a batch of equally long sequences, else FLASH. UNFUSED: the definition. The CPU has one.
@@ -670,6 +677,7 @@ typedef struct mt_options {
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
+    int64_t eval_micro_batch_size; // of evaluations; 0: micro_batch_size
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     mt_lr_decay_style lr_decay_style;
     mt_wsd_decay_style lr_wsd_decay_style;
@@ -695,6 +703,8 @@ typedef struct mt_options {
     int64_t loss_spike_window, max_bad_steps_in_a_row;
     mt_bad_step_policy bad_step_policy;
     mt_rerun_mode rerun_mode;
+    int64_t error_injection_rate; // of so many micro-batches of a rank one makes its step faulty, on average; 0: none
+    mt_injected_error error_injection_type;
     bool bf16, fp16;   // the type of weights and activations; neither: fp32
     double loss_scale; // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
@@ -3250,6 +3260,10 @@ typedef struct mt_batch {
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
 
+/* The sequences of a micro-batch of an evaluation, and the most that a micro-batch has, for which memory is planned. */
+int64_t mt_eval_micro_batch_size(const mt_options *options);
+int64_t mt_largest_micro_batch_size(const mt_options *options);
+
 /* The tokens of a rank's share of a micro-batch of `tokens` tokens, after mt_batch_pad. */
 int64_t mt_rank_tokens(const mt_options *options, int64_t tokens);
 
@@ -3749,7 +3763,9 @@ int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
  *
  * With options->rerun_mode "validate_results" the host waits for every step and repeats a bad step with the same
  * parameters. If some rank's result differs, the fault is transient: a warning names the rank, and the second result
- * counts. If all ranks have equal results, the fault is repeatable. */
+ * counts. If all ranks have equal results, the fault is repeatable. options->error_injection_rate makes steps after the
+ * first of a run faulty, on ranks that depend on the seed and the iteration alone: the loss of such a rank is NaN, or,
+ * as correct_result, its good result is rejected. */
 enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);

@@ -36,7 +36,7 @@ static void check_replicas(mt_run *r) {
 /* Samples that an evaluation of a split takes from it: --eval-iters batches; with --full-validation always the same. */
 static int64_t evaluated_samples(const mt_run *r, mt_split split) {
     bool whole = split == MT_SPLIT_VALID && r->options.full_validation;
-    return r->loaders[split] && !whole ? r->options.eval_iters * r->options.stack.global_batch_size : 0;
+    return r->loaders[split] && !whole ? r->options.eval_iters * mt_eval_batch_size(&r->options) : 0;
 }
 
 /* Where the micro-batches of a feed come from. */
@@ -58,7 +58,7 @@ static source take_samples(mt_run *r, mt_feed *feed) {
 static bool evaluate(mt_run *r, mt_loader *loader, const char *name, int64_t first, int64_t samples) {
     mt_error error;
     double sums[2] = {0};
-    int64_t end = first + samples, batch = r->options.stack.global_batch_size;
+    int64_t end = first + samples, batch = mt_eval_batch_size(&r->options);
     if (end == first) return false;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return false;
@@ -87,7 +87,7 @@ static bool validate(mt_run *r, int64_t first) {
         else if (r->options.multiple_validation_sets)
             snprintf(name, sizeof name, "validation-%lld", (long long)i);
         if (i > 0) loader = r->more_loaders[i - 1];
-        int64_t batch = r->options.stack.global_batch_size, count = mt_loader_count(loader);
+        int64_t batch = mt_eval_batch_size(&r->options), count = mt_loader_count(loader);
         if (evaluate(r, loader, name, 0, mt_divide_up(count, batch) * batch)) return true;
     }
     return false;
@@ -169,7 +169,7 @@ static void train(mt_run *r) {
         stop = should_stop(r) || exits_after(o, r->state.iteration);
         // Saved before the evaluation, which may fail; a run that resumes goes on with the samples after it.
         int64_t iteration = r->state.iteration, first = r->state.consumed_valid_samples;
-        bool validates = o->eval_interval > 0 && iteration % o->eval_interval == 0;
+        bool validates = mt_validates_after(o, iteration);
         if (validates) r->state.consumed_valid_samples += evaluated_samples(r, MT_SPLIT_VALID);
         if (stop || (o->save_interval > 0 && iteration % o->save_interval == 0)) mt_run_save_progress(r);
         if (!validates) continue;

@@ -687,6 +687,90 @@ static void a_repeatable_fault_is_reported_and_left_to_the_policy(void **state) 
     }
 }
 
+/* Trains with injected faults; rank 0's messages go to `text`. Returns the snapshot. */
+static char *train_injected(const char *layout, const char *type, char text[4096], int64_t *bytes) {
+    trainee t;
+    mt_error error;
+    mt_metrics metrics = {0};
+    char words[200];
+    snprintf(words, sizeof words,
+             "--rerun-mode validate_results --bad-step-policy skip --max-bad-steps-in-a-row 100 "
+             "--error-injection-rate 7 --error-injection-type %s",
+             type);
+    trainee_open(&t, layout, words);
+    capture_start();
+    for (int i = 0; i < STEPS; i++)
+        if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
+    capture_end(text);
+    char *got = snapshot(&t, bytes);
+    trainee_close(&t);
+    return got;
+}
+
+/* The ranks, "rank 2" or "ranks 0 1", behind `before` in the next line of a text that has it; the text after them. */
+static const char *find_ranks(const char *text, const char *before, const char *after, char ranks[100]) {
+    const char *found = strstr(text, before), *end = found ? strstr(found, after) : NULL;
+    if (!end) return NULL;
+    found += strlen(before);
+    snprintf(ranks, 100, "%.*s", (int)(end - found), found);
+    return end;
+}
+
+/* Each injected transient fault is found on its ranks, and no weight differs from a run without. */
+static void injected_transient_faults_are_found_on_their_ranks_on_every_layout(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        char text[4096], injected[100], named[100];
+        int64_t bytes, plain_bytes;
+        char *got = train_injected(layouts[k], "transient_error", text, &bytes);
+        int count = 0;
+        for (const char *at = text; (at = find_ranks(at, "injecting a transient error on ", " (--error", injected));) {
+            at = find_ranks(at, "ran again: a transient fault, ", " had a different result", named);
+            assert_non_null(at);
+            assert_string_equal(injected, named);
+            count++;
+        }
+        if (grid.world.rank == 0 && count == 0) fail_msg("'%s': no fault was injected", layouts[k]);
+        assert_null(strstr(text, "repeatable"));
+        assert_null(strstr(text, "iteration 1:")); // as in Megatron-LM
+        assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, true);
+    }
+}
+
+static void injected_persistent_faults_are_named_and_left_to_the_policy_on_every_layout(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        char text[4096], injected[100], named[100];
+        int64_t bytes, plain_bytes;
+        char *got = train_injected(layouts[k], "persistent_error", text, &bytes);
+        int count = 0;
+        for (const char *at = text; (at = find_ranks(at, "injecting a persistent error on ", " (--error", injected));) {
+            at = find_ranks(at, "a repeatable fault, every rank had the same result; not finite: ", "\n", named);
+            assert_non_null(at);
+            assert_string_equal(injected, named);
+            at = strstr(at, "this step makes no update");
+            assert_non_null(at);
+            count++;
+        }
+        if (grid.world.rank == 0 && count == 0) fail_msg("'%s': no fault was injected", layouts[k]);
+        assert_null(strstr(text, "transient"));
+        assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, false);
+    }
+}
+
+/* A good result that is rejected runs again, is the same, and is used: the step counts once. */
+static void rejected_results_that_are_correct_are_used(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        char text[4096];
+        int64_t bytes, plain_bytes;
+        char *got = train_injected(layouts[k], "correct_result", text, &bytes);
+        assert_printed(text, "injecting a rejected result on rank");
+        assert_printed(text, "ran again: a correct result, every rank had the same and it passes the check");
+        assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, true);
+    }
+}
+
 int main(int argc, char **argv) {
     ops = mt_cpu_ops;
     ops.linear_backward_weight = faulty_backward_weight, ops.fp8_product = faulty_fp8_product;
@@ -710,6 +794,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_bad_step_found_late_is_reported_before_a_save),
         cmocka_unit_test(a_transient_fault_is_repaired_and_its_rank_named),
         cmocka_unit_test(a_repeatable_fault_is_reported_and_left_to_the_policy),
+        cmocka_unit_test(injected_transient_faults_are_found_on_their_ranks_on_every_layout),
+        cmocka_unit_test(injected_persistent_faults_are_named_and_left_to_the_policy_on_every_layout),
+        cmocka_unit_test(rejected_results_that_are_correct_are_used),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

@@ -449,7 +449,8 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     expect_error(RUN "--hybrid-override-pattern M+",
                  "has latent attention (+), which layers with one half do not have");
     expect_error(RUN "--hybrid-override-pattern GM", "has gated delta nets (G), which");
-    expect_error(RUN "--fim-data", "filling in the middle, whose samples in Megatron-LM depend on the number of ranks");
+    expect_error(RUN "--fim-data", "--fim-data and --mock-data exclude each other");
+    expect_error(RUN "--fim-rate 0.25", "--fim-rate needs --fim-data");
     expect_error(RUN "--logits-save-top-p 1", "files of a teacher's logits");
     expect_error(RUN "--hybrid-override-pattern M*-M", "has 4 letters, and --num-layers is 2; make them equal");
     expect_error(RUN "--hybrid-override-pattern M", "has 1 letters, and --num-layers is 2; make them equal");
@@ -1687,6 +1688,77 @@ static void a_file_of_megatrons_tests_is_read(void **state) {
     expect_yaml_error("MODEL_ARGS: {--num-layer: 2}\n",
                       "run.yaml:1: unknown option num-layer; did you mean num_layers?");
     expect_yaml_error("MODE: inference\nMODEL_ARGS: {--num-layers: 2}\n", "run.yaml:1: MODE is inference, whose file");
+}
+
+/* The whole error. */
+static void expect_yaml_line(const char *text, const char *expected) {
+    mt_run_options options;
+    mt_error error = {""};
+    mt_options_default(&options);
+    if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) == 0)
+        fail_msg("%s\n  was accepted", text);
+    assert_string_equal(error.text, expected);
+    mt_options_free(&options);
+}
+
+static void files_of_other_programs_have_one_line(void **state) {
+    (void)state;
+    expect_yaml_line("MODEL_ARGS:\n  --foo: 1\n  --lr: 1\n  --lr: fast\nMODE: rl\n",
+                     "run.yaml:5: MODE is rl, whose file is not read: it is of another program of Megatron-LM than its "
+                     "pre-training; --stage rl has reinforcement learning, with options of its own (--help)");
+    expect_yaml_line("MODEL_ARGS:\n  --lr: 1\n  --img-h: 336\n  --img-w: 336\n  --patch-dim: 14\n",
+                     "run.yaml:3: img-h, img-w, patch-dim are not supported (models that read images, in Megatron-LM's "
+                     "form)");
+    expect_yaml_line("MODEL_ARGS: {--flextron: true, --slice: true, --router-std: 1, --budget-type: param, "
+                     "--tau-init: 1, --tau-decay: 1, --loss-alpha: 1, --soft-mask: true}\n",
+                     "run.yaml:1: flextron, slice, router-std, budget-type, tau-init, tau-decay and 2 more are not "
+                     "supported (models of elastic size: Flextron)");
+    // names that were refused, before a value that is refused too
+    expect_yaml_line("MODEL_ARGS:\n  --dataset-provider: llava_vlm\n  --dataloader-type: external\n",
+                     "run.yaml:2: dataset-provider is not supported (models of images and text (MIMO))");
+}
+
+/* A vocabulary of WordPiece is the only sign of BERT in a file of options. */
+static void vocabularies_of_words_are_refused(void **state) {
+    (void)state;
+    mt_run_options options;
+    mt_error error;
+    const char *why = ": a list of words is WordPiece's, of BERT and T5: encoders are not supported; ";
+    expect_yaml_error("MODEL_ARGS:\n  --lr: 1\n  --vocab-file: /nowhere/vocab.txt\n",
+                      "run.yaml:3: vocab-file /nowhere/vocab.txt: a list of words is WordPiece's");
+    unsetenv(VARIABLE);
+    expect_yaml_error("MODEL_ARGS: {--vocab-file: '${" VARIABLE "}/vocab.txt', --spec: local}\n", why);
+    expect_error(RUN "--vocab-file /nowhere/vocab.txt --merge-file merges.txt", why);
+    char *folder = make_folder(), *words = write_file(folder, "words.json", "[PAD]\n[UNK]\n"), text[300];
+    snprintf(text, sizeof text, "vocab_file: %s\n", words);
+    expect_yaml_error(text, why);
+    if (parse_config(&options, text, "--vocab-file=a.json", &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&options);
+    char *list = write_file(folder, "vocab.txt", " {\"a\": 0}"); // JSON, whatever it is called
+    snprintf(text, sizeof text, "vocab_file: %s\n", list);
+    if (parse_config(&options, text, "", &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&options);
+    remove_file(words), remove_file(list);
+    remove_folder(folder);
+}
+
+/* As on a command line: argparse takes the last. */
+static void arguments_of_a_file_may_be_given_again(void **state) {
+    (void)state;
+    mt_run_options options;
+    mt_error error;
+    const char *text = "MODEL_ARGS:\n  --lr: 1\n  --timing-log-level: 0\n  --seed: 3\n  --timing-log-level: 1\n"
+                       "  --timing-log-level: 2\n  --seed: 3\n";
+    if (parse_config(&options, text, "", &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(options.timing_log_level, 2);
+    mt_options_free(&options);
+    assert_int_equal(parse_config(&options, text, "--strict-options", &error), -1);
+    assert_non_null(strstr(error.text, "run.yaml:3: timing-log-level (line 5 gives it again, 1, which is taken"));
+    assert_non_null(strstr(error.text, "run.yaml:5: timing-log-level (line 6 gives it again, 2, which is taken"));
+    assert_null(strstr(error.text, "seed"));
+    mt_options_free(&options);
+    expect_yaml_error("MODEL_ARGS:\n  --lr: 1\n  --learning-rate: 2\n", // two names
+                      "run.yaml:3: learning-rate is given twice in this file, with the values 2 and, as run.yaml:2: ");
 }
 
 static void bad_yaml_is_refused_with_file_and_line(void **state) {
@@ -3674,6 +3746,11 @@ static void bad_steps_have_rules_that_go_together(void **state) {
     expect_good(&o, RUN "--rerun-mode validate_results --attention-backend auto --bf16");
     assert_true(o.stack.deterministic_mode); // the rerun must repeat bit for bit
     mt_options_free(&o);
+    expect_error(RUN "--error-injection-rate 10", "--error-injection-rate needs --rerun-mode validate_results");
+    expect_error(RUN "--error-injection-type persistent_error", "needs --error-injection-rate");
+    expect_error(RUN "--rerun-mode validate_results --check-for-spiky-loss --no-check-for-nan-in-loss-and-grad "
+                     "--error-injection-rate 10",
+                 "--error-injection-rate has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
                  "--rerun-mode has no effect with --no-check-for-nan-in-loss-and-grad");
     expect_error(RUN "--max-bad-steps-in-a-row 5",
@@ -3896,6 +3973,9 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(yaml_has_the_numbers_of_yaml_1_1),
     cmocka_unit_test(yaml_lists_the_layers_of_every_option_that_names_them),
     cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
+    cmocka_unit_test(files_of_other_programs_have_one_line),
+    cmocka_unit_test(vocabularies_of_words_are_refused),
+    cmocka_unit_test(arguments_of_a_file_may_be_given_again),
     cmocka_unit_test(deep_yaml_is_refused_before_it_is_parsed),
     cmocka_unit_test(many_anchors_are_refused_before_they_are_parsed),
     cmocka_unit_test(many_unknown_names_are_counted),

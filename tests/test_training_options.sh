@@ -4,6 +4,8 @@ set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+preprocess=$(cd "${MT_BIN:-.}" && pwd)/data/preprocess
+
 tidy() {
     rm -rf "$work"/*
 }
@@ -247,7 +249,102 @@ ranks_may_be_numbered_by_stages_first() {
     metric "$work/b" lm_loss >"$work/b.losses"
     cmp "$work/a.losses" "$work/b.losses"
 }
+# Evaluations begin at an iteration, with the first validation samples; a run that resumes goes on with those after the
+# samples of the evaluations before.
+evaluations_begin_at_an_iteration() {
+    steps='--eval-iters 2 --eval-interval 2 --eval-global-batch-size 4 --global-batch-size 2 --lr 1e-30'
+    # shellcheck disable=SC2086
+    run $steps --train-iters 7 --metrics "$work/all" && run $steps --train-iters 7 --start-eval-at-iter 3 \
+        --metrics "$work/late" || return 1
+    [ "$(sed -n 's/^{"iteration": \([0-9]*\), "validation.*/\1/p' "$work/late" | tr '\n' ' ')" = '4 6 7 ' ] || return 1
+    metric "$work/all" validation_loss | head -n 3 >"$work/first"
+    metric "$work/late" validation_loss | cmp - "$work/first" || return 1
+    # shellcheck disable=SC2086
+    run $steps --train-iters 7 --start-eval-at-iter 3 --exit-interval 5 --save "$work/s" --metrics "$work/part" &&
+        run $steps --train-iters 7 --start-eval-at-iter 3 --load "$work/s" --metrics "$work/rest" || return 1
+    cat "$work/part" "$work/rest" >"$work/both"
+    metric "$work/both" validation_loss | cmp - "$work/first"
+}
+check evaluations_begin_at_an_iteration evaluations_begin_at_an_iteration
+
+# The batches of an evaluation may have other sizes than those of training, on every layout: the same validation losses
+# as a run whose training has these sizes. The rate moves no weight.
+evaluations_have_batches_of_their_own() {
+    evaluated="--num-layers 4 --eval-iters 3 --eval-interval 2 --lr 1e-30"
+    # shellcheck disable=SC2086
+    run $evaluated --train-iters 6 --global-batch-size 12 --micro-batch-size 2 --metrics "$work/want" || return 1
+    metric "$work/want" validation_loss >"$work/want.losses"
+    [ "$(wc -l <"$work/want.losses")" = 3 ] || return 1
+    layout=0
+    while read -r ranks options; do
+        layout=$((layout + 1))
+        # shellcheck disable=SC2086
+        run_on "$ranks" $evaluated --train-iters 6 --metrics "$work/m$layout" --eval-global-batch-size 12 $options ||
+            return 1
+        metric "$work/m$layout" validation_loss | paste "$work/want.losses" - |
+            awk '{ d = $1 - $2; if (!(d * d < 1e-10)) { print; exit 1 } n++ } END { exit n != 3 }' || return 1
+    done <<EOF
+1 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 4
+2 --global-batch-size 4 --micro-batch-size 2 --eval-micro-batch-size 1
+2 --global-batch-size 4 --micro-batch-size 1 --eval-micro-batch-size 4 --pipeline-model-parallel-size 2
+2 --global-batch-size 4 --micro-batch-size 2 --eval-micro-batch-size 12 --pipeline-model-parallel-size 2
+2 --global-batch-size 4 --micro-batch-size 1 --eval-micro-batch-size 4 --pipeline-model-parallel-size 2 \
+--num-virtual-stages-per-pipeline-rank 2
+4 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 3 \
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+4 --global-batch-size 2 --micro-batch-size 1 --eval-micro-batch-size 6 \
+--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
+EOF
+    run --train-iters 1 --eval-iters 1 --global-batch-size 2 --eval-micro-batch-size 4
+    says 'error: --global-batch-size, the batch of evaluations too, 2 must be a multiple of 4' "$work/err" || return 1
+    run --train-iters 1 --eval-iters 1 --micro-batch-size 2 --eval-global-batch-size 3
+    says 'error: --eval-global-batch-size 3 must be a multiple of 2' "$work/err" || return 1
+    run --train-iters 1 --eval-global-batch-size 3 --start-eval-at-iter 2 && says 'eval-global-batch-size' "$work/out" \
+        "$work/err"
+}
+
+# Filling in the middle: the same losses on every layout and after a resume, for training and validation; tokens that
+# the tokenizer lacks are an error.
+filling_in_the_middle_does_not_depend_on_the_layout() {
+    files=tests/golden/tokenizer/gpt2
+    for name in a b; do
+        for i in $(seq 60); do
+            echo "{\"text\": \"$name$i: the cat sat on the mat, and naïve dogs ran after it\"}"
+        done >"$work/$name.jsonl"
+        "$preprocess" --input "$work/$name.jsonl" --output-prefix "$work/$name" --tokenizer-type GPT2BPETokenizer \
+            --tokenizer-model $files --append-eod >"$work/out" 2>"$work/err" || return 1
+    done
+    data="--data-path 0.7 $work/a_text_document 0.3 $work/b_text_document --split 8,2,0 --vocab-file $files/vocab.json
+        --merge-file $files/merges.txt --eval-iters 1 --eval-interval 2 --train-iters 4 --global-batch-size 4"
+    fim='--fim-data --fim-prefix-token ! --fim-middle-token # --fim-suffix-token $ --fim-pad-token %'
+    few="$(echo "$small" | sed 's/--vocab-size 128 --mock-data//; s/--eval-iters 0//') $data"
+    # shellcheck disable=SC2086
+    "$train" $few --metrics "$work/plain" >"$work/out" 2>"$work/err" &&
+        "$train" $few $fim --metrics "$work/one" >"$work/out" 2>"$work/err" &&
+        timeout $hang $(mpirun_here) -np 2 "$train" $few $fim --micro-batch-size 2 --metrics "$work/dp" >"$work/out" \
+            2>"$work/err" && timeout $hang $(mpirun_here) -np 4 "$train" $few $fim --tensor-model-parallel-size 2 \
+            --pipeline-model-parallel-size 2 --metrics "$work/tp_pp" >"$work/out" 2>"$work/err" &&
+        "$train" $few $fim --exit-interval 3 --save "$work/s" --metrics "$work/begin" >"$work/out" 2>"$work/err" &&
+        "$train" $few $fim --load "$work/s" --metrics "$work/end" >"$work/out" 2>"$work/err" || return 1
+    cat "$work/begin" "$work/end" >"$work/resumed"
+    for run in plain one dp tp_pp resumed; do
+        { metric "$work/$run" lm_loss && metric "$work/$run" validation_loss; } >"$work/$run.losses"
+        [ "$(wc -l <"$work/$run.losses")" = 6 ] || return 1
+    done
+    cmp "$work/one.losses" "$work/resumed.losses" || return 1
+    for run in dp tp_pp; do
+        paste "$work/one.losses" "$work/$run.losses" |
+            awk '{ d = $1 - $2; if (!(d * d < 1e-8)) { print; exit 1 } }' || return 1
+    done
+    paste "$work/one.losses" "$work/plain.losses" | # all six batches are others
+        awk '{ d = $1 - $2; if (d * d < 1e-8) { print; exit 1 } }' || return 1
+    # shellcheck disable=SC2086
+    refused "fim-prefix-token '<fim_prefix>' is no token of the tokenizer" "$train" $few --fim-data
+}
+
 if [ -n "${HAVE_MPI:-}" ]; then
+    check filling_in_the_middle_does_not_depend_on_the_layout filling_in_the_middle_does_not_depend_on_the_layout
+    check evaluations_have_batches_of_their_own evaluations_have_batches_of_their_own
     check norm_and_zeros_do_not_depend_on_the_layout norm_and_zeros_do_not_depend_on_the_layout
     check ranks_may_be_numbered_by_stages_first ranks_may_be_numbered_by_stages_first
 else

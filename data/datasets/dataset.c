@@ -472,7 +472,7 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
 
 mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
     int64_t iterations = o->train_epochs > 0 ? 1 : o->stack.num_iterations; // not known yet; rows never end
-    int64_t evaluations = o->eval_interval > 0 ? iterations / o->eval_interval + 1 : 0;
+    int64_t evaluations = mt_count_evaluations(o, 0, iterations);
     mt_data_config config = {.data_path = o->data_path,
                              .split = o->split,
                              .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
@@ -505,9 +505,9 @@ mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
                                  o->stack.num_experts > 0 || o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
                              .work = mt_token_work_of(&o->stack)};
     config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
-    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->stack.global_batch_size;
+    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * mt_eval_batch_size(o);
     if (o->full_validation && evaluations > 0) config.sizes[MT_SPLIT_VALID] = 1; // some
-    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->stack.global_batch_size : 0;
+    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * mt_eval_batch_size(o) : 0;
     return config;
 }
 
@@ -626,13 +626,13 @@ static int extend_plans(mt_run_state *state, const mt_data_config *config, FILE 
  */
 static void take_progress(mt_data_config *config, const mt_run_state *state) {
     const mt_run_options *o = config->options;
-    int64_t interval = o->eval_interval, iterations = mt_max(o->stack.num_iterations, state->iteration);
-    int64_t evaluations = interval > 0 ? iterations / interval - state->iteration / interval + 1 : 0;
+    int64_t iterations = mt_max(o->stack.num_iterations, state->iteration);
+    int64_t evaluations = mt_count_evaluations(o, state->iteration, iterations);
     config->sizes[MT_SPLIT_TRAIN] =
         mt_consumed_samples_from(o, state->iteration, state->consumed_train_samples, o->stack.num_iterations);
     if (config->sizes[MT_SPLIT_VALID] > 0 && !config->full_validation)
         config->sizes[MT_SPLIT_VALID] =
-            state->consumed_valid_samples + evaluations * o->eval_iters * o->stack.global_batch_size;
+            state->consumed_valid_samples + evaluations * o->eval_iters * mt_eval_batch_size(o);
 }
 
 int mt_data_resume(mt_data *data, mt_data_config *config, mt_run_state *state, int64_t group, bool *reorders,

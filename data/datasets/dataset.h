@@ -4,6 +4,7 @@
  *   gpt_dataset.c       samples by index, in Megatron-LM's order, id for id; blends
  *   dataset.c           the training, validation and test split of a run; mock data and token files
  *   packing.c           rows of samples of any length (sft.c), and the micro-batches of a step with even work
+ *   fim.c               filling in the middle: samples of documents in another order
  *   loader.c            the samples that a data-parallel rank reads next, and the batch that they make
  *
  * The only state is the number of samples consumed so far: a sample is a pure function of its index, so a resumed run
@@ -51,6 +52,7 @@ typedef struct mt_data_config {
     /* samples of any length, see sft.h */
     const mt_run_options *options;                           // how files are read
     const struct mt_tokenizer *tokenizer;                    // of the files' text
+    struct mt_fim *fim;                                      // fills in the middle (fim.h); NULL: none
     const char *tokenizer_path;                              // its file or folder; NULL: none
     FILE *log;                                               // lines about the files; NULL: none
     bool sft, pairs, sequence_packing, variable_seq_lengths; // pairs: see mt_samples

@@ -7,6 +7,7 @@
 #include "../base/file.h"
 #include "../base/watchdog.h"
 #include "../options/option_rules.h"
+#include "fim.h"
 #include "gpt_dataset.h"
 #include "sft.h"
 #include "step_plan_print.h"
@@ -200,6 +201,8 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
         if (mt_loader_sample(loader, consumed_samples, row, &index, error) != 0) return -1;
         bool is_behind = loader->whole && index >= loader->dataset->num_samples;
         if (mt_dataset_get(loader->dataset, is_behind ? 0 : index, loader->sample, error) != 0) return -1;
+        struct mt_fim *fim = loader->config->fim;
+        if (fim && mt_fim_apply(fim, loader->sample, seq_length + 1, first_number + row, error) != 0) return -1;
         append_sequence(batch, loader->sample, first_number + row, seq_length, loader->config);
         for (int64_t i = batch->num_tokens - seq_length; i < batch->num_tokens && is_behind; i++)
             batch->loss_mask[i] = 0;

@@ -269,7 +269,7 @@ static const struct {
     {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
     {MT_NAME_IDLE, "it reports large gradients and changes none; --check-for-spiky-loss acts on large losses",
      "check-for-large-grads"},
-    {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are", "spec",
+    {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are; local is BERT's", "spec",
      "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
      "activation-func attr checkpoint ddp dist embedding-init-method "
@@ -337,6 +337,8 @@ static const struct {
      "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
      "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "
      "optimizer-cuda-graph"},
+    {MT_NAME_IDLE, "gathered weights in fp8 have memory of their own, with the same numbers",
+     "reuse-grad-buf-for-mxfp8-param-ag"},
     {MT_NAME_IDLE, "no extension accumulates gradients: the matrix product itself does, in fp32",
      "no-gradient-accumulation-fusion gradient-accumulation-fusion"},
     {MT_NAME_IDLE, "all ranks write and read their parts of a checkpoint",
@@ -373,8 +375,8 @@ static const struct {
      "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param fp4-param-gather "
      "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj "
      "fp8-quantizer-factory keep-fp8-transpose-cache kitchen-attention-backend kitchen-config-file "
-     "kitchen-recipe-number moe-combine-bwd-dtype moe-dispatch-fwd-dtype reuse-grad-buf-for-mxfp8-param-ag "
-     "te-precision-config-file use-kitchen use-kitchen-attention fp4-format"},
+     "kitchen-recipe-number moe-combine-bwd-dtype moe-dispatch-fwd-dtype te-precision-config-file use-kitchen "
+     "use-kitchen-attention fp4-format"},
     {MT_NAME_UNSUPPORTED, "recomputation for some micro-batches only",
      "num-microbatches-with-partial-activation-checkpoints"},
     {MT_NAME_UNSUPPORTED,
@@ -411,21 +413,22 @@ static const struct {
      "moe-router-topk-limited-devices moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits "
      "moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path "
      "moe-token-dropping save-tokens-per-expert-interval tensor-parallel-num-weight-shards"},
-    {MT_NAME_UNSUPPORTED, "models other than decoder-only GPT",
-     "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
-     "biencoder-shared-query-context-model block-data-path classes-fraction data-per-class-fraction "
-     "decoder-num-layers decoder-seq-length dino-bottleneck-size dino-freeze-last-layer dino-head-hidden-size "
+    {MT_NAME_UNSUPPORTED, "models that read images, in Megatron-LM's form",
+     "classes-fraction data-per-class-fraction dino-bottleneck-size dino-freeze-last-layer dino-head-hidden-size "
      "dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp dino-warmup-teacher-temp "
-     "dino-warmup-teacher-temp-epochs embedding-path evidence-data-path ict-head-size ict-load img-h img-w "
-     "indexer-batch-size indexer-log-interval iter-per-epoch mask-factor mask-prob mask-type no-data-sharding "
-     "num-channels num-classes output-bert-embeddings patch-dim query-in-block-prob "
-     "retriever-report-topk-accuracies retriever-score-scaling sample-rate short-seq-prob swin-backbone-type "
-     "titles-data-path use-one-sent-docs vision-backbone-type vision-pretraining vision-pretraining-type "
-     "vocab-extra-ids"},
-    {MT_NAME_UNSUPPORTED,
-     "filling in the middle, whose samples in Megatron-LM depend on the number of ranks and of loading processes",
-     "fim-data fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token "
-     "fim-rate fim-split-sample fim-spm-rate fim-suffix-token"},
+     "dino-warmup-teacher-temp-epochs img-h img-w iter-per-epoch mask-factor mask-type num-channels num-classes "
+     "allow-missing-vision-projector-checkpoint disable-vision-class-token freeze-LM freeze-ViT "
+     "language-model-type max-num-tiles patch-dim pixel-shuffle swin-backbone-type use-tiling vision-model-type "
+     " vision-backbone-type vision-pretraining vision-pretraining-type"},
+    {MT_NAME_UNSUPPORTED, "models of images and text (MIMO)",
+     "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size image-token-id "
+     "language-model-checkpoint model-provider packing-buffer-size total-seq-length vision-encoder-checkpoint"},
+    {MT_NAME_UNSUPPORTED, "encoders: BERT, T5 and retrieval",
+     "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
+     "biencoder-shared-query-context-model block-data-path decoder-num-layers decoder-seq-length embedding-path "
+     "evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval mask-prob "
+     "output-bert-embeddings query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling "
+     "sample-rate short-seq-prob titles-data-path use-one-sent-docs vocab-extra-ids"},
     {MT_NAME_UNSUPPORTED, "files of a teacher's logits; --stage kd computes them",
      "logits-load-decode-threads "
      "logits-load-ignore-errors logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype "
@@ -468,19 +471,17 @@ static const struct {
      "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-remat-opt-in-modules "
      "gtp-remat-reduce-scatter-with-fp32-accumulation gtp-weight-remat-size "},
     {MT_NAME_UNSUPPORTED, "other batches, and skipping of steps or of training",
-     "decrease-batch-size-if-needed grad-norm-skip-threshold iterations-to-skip "
+     "decrease-batch-size-if-needed grad-norm-skip-threshold iterations-to-skip no-data-sharding "
      "per-dataset-sequences-path phase-transition-iterations skip-train "},
-    {MT_NAME_UNSUPPORTED, "other forms of evaluation",
-     "eval-global-batch-size eval-micro-batch-size start-eval-at-iter"},
     {MT_NAME_UNSUPPORTED, "other tokenizers", "null-tokenizer-eod-id null-tokenizer-pad-id"},
     {MT_NAME_UNSUPPORTED, "checkpoints in other places, or of other things",
      "enable-msc non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo "
      "non-persistent-local-ckpt-dir non-persistent-save-interval object-storage-cache-path replication "
      "replication-factor replication-jump save-activations-interval save-config-filepath save-dgrads-interval "
      "save-params-interval save-wgrads-interval"},
-    {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and injected faults",
+    {MT_NAME_UNSUPPORTED, "restarts inside a process (launch.sh restarts a run) and faults injected into it",
      "adlr-autoresume-interval calc-ft-timeouts enable-ft-package "
-     "error-injection-rate error-injection-type ft-num-warmup-iters gpu-sniff-test-interval "
+     "ft-num-warmup-iters gpu-sniff-test-interval "
      "inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout "
      "inprocess-empty-cuda-cache inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval "
      "inprocess-heartbeat-timeout inprocess-last-call-wait inprocess-max-iterations "
@@ -491,8 +492,8 @@ static const struct {
      "fault-injector-offset-seconds fault-injector-ranks fault-injector-seed"},
     {MT_NAME_UNSUPPORTED, "training scripts of Model Optimizer; --stage kd distils a teacher of --teacher-load",
      "export-te-mcore-model export-kd-teacher-load export-kd-cfg"},
-    {MT_NAME_UNSUPPORTED, "models of elastic size (Flextron)",
-     "export-default-te-spec export-model-type flextron enable-router binary-mask soft-mask hard-sample-th "
+    {MT_NAME_UNSUPPORTED, "models of elastic size: Flextron",
+     "flextron export-default-te-spec export-model-type enable-router binary-mask soft-mask hard-sample-th "
      "router-beta original-model-sample-prob tau-init tau-decay loss-alpha lr-mult-router router-gbs "
      "router-inter-dim budget-list budget-probs budget-type emb-int-list mlp-int-list mamba-int-list "
      "moe-expert-int-list linear-scaler-start linear-scaler-end slice router-std"},

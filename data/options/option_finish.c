@@ -295,6 +295,9 @@ static int mt_options_check_bad_steps(const mt_run_options *o, mt_error *error) 
     if (!checks && (!stops || reruns))
         return mt_error_set(error, "--%s has no effect with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
+    if (o->stack.error_injection_rate > 0 && !o->stack.check_for_nan_in_loss_and_grad)
+        return mt_error_set(error, "--error-injection-rate has no effect with --no-check-for-nan-in-loss-and-grad, "
+                                   "which finds its faults; leave one out");
     return 0;
 }
 

@@ -90,7 +90,8 @@ mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader) {
     return refusal;
 }
 
-#define NO_MEANING "has no meaning here"
+#define NO_MEANING    "has no meaning here"
+#define NOT_SUPPORTED "is not supported ("
 
 void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                              const char *name, size_t length, const char *value) {
@@ -121,7 +122,7 @@ void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting
     else if (kind == MT_NAME_NO_MEANING || kind == MT_NAME_IDLE)
         snprintf(refusal->reason, room, NO_MEANING " (%s)", text);
     else if (kind == MT_NAME_UNSUPPORTED)
-        snprintf(refusal->reason, room, "is not supported (%s)", text);
+        snprintf(refusal->reason, room, NOT_SUPPORTED "%s)", text);
     const mt_option *nearest = *refusal->reason ? NULL : mt_option_nearest(name, length, (int)reader->program);
     char key[80];
     if (!nearest) return;
@@ -140,12 +141,38 @@ static void mt_refusals_print(FILE *file, const mt_refusal *first, const mt_refu
     }
 }
 
+bool mt_option_reader_lacks_one(const mt_option_reader *reader) {
+    for (int64_t i = 0; i < reader->num_refused; i++) {
+        const char *reason = reader->refused[i].reason;
+        if (strncmp(reason, NOT_SUPPORTED, strlen(NOT_SUPPORTED)) != 0) return false;
+        if (strcmp(reason, reader->refused[0].reason) != 0) return false;
+    }
+    return reader->num_refused > 0;
+}
+
+/* Names of one capability that is not supported make one line, with its first names. */
+static int mt_refusals_report_one(const mt_option_reader *reader, mt_error *error) {
+    enum { MT_NAMES = 6 };
+    char names[900] = "";
+    int64_t total = reader->num_refused + reader->num_uncollected, shown = mt_min(reader->num_refused, MT_NAMES);
+    for (int64_t i = 0; i < shown; i++) {
+        const mt_refusal *r = &reader->refused[i];
+        size_t used = strlen(names);
+        snprintf(names + used, sizeof names - used, "%s%s", i > 0 ? ", " : "", r->name);
+    }
+    size_t used = strlen(names);
+    if (total > shown) snprintf(names + used, sizeof names - used, " and %lld more", (long long)(total - shown));
+    return mt_error_set(error, "%s%s are %s", reader->refused[0].position, names,
+                        reader->refused[0].reason + strlen("is "));
+}
+
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error) {
     if (reader->num_refused == 0) return 0;
     const mt_refusal *first = reader->refused, *end = first + reader->num_refused;
     if (end == first + 1 && *first->reason)
         return mt_error_set(error, "%s%s %s%s", first->position, first->name, first->reason,
                             strncmp(first->reason, NO_MEANING, strlen(NO_MEANING)) == 0 ? "; leave it out" : "");
+    if (end > first + 1 && mt_option_reader_lacks_one(reader)) return mt_refusals_report_one(reader, error);
     if (end == first + 1 && *first->nearest)
         return mt_error_set(error, "%sunknown option %s; did you mean %s?", first->position, first->name,
                             first->nearest);

@@ -58,7 +58,10 @@ mt_refusal *mt_option_reader_add_refusal(mt_option_reader *reader);
 void mt_option_reader_refuse(mt_option_reader *reader, const mt_setting *setting, const char *position,
                              const char *name, size_t length, const char *value);
 
-/* One error for all names that were refused: a line for each reason. */
+/* True if there are refused names, which all lack one capability. */
+bool mt_option_reader_lacks_one(const mt_option_reader *reader);
+
+/* One error for all names that were refused: a line for each reason; one line where they lack one capability. */
 int mt_option_reader_report(const mt_option_reader *reader, mt_error *error);
 
 /* Prints one line with the names that have no effect, and why: each states a property that always holds, or there is

@@ -322,6 +322,7 @@ static int mt_options_check_balancing(const mt_run_options *run, mt_error *error
     const mt_options *o = &run->stack;
     const mt_ints *types = &o->moe_router_load_balancing_type;
     int64_t E = o->num_experts, k = o->moe_router_topk, others = 0, tokens = o->micro_batch_size * o->seq_length;
+    int64_t evaluated = mt_eval_micro_batch_size(o) * o->seq_length;
     for (int64_t i = 0; i < types->count; i++)
         others += types->items[i] < MT_BALANCING_AUX_LOSS || types->items[i] > MT_BALANCING_GLOBAL_AUX_LOSS;
     bool quantiles = mt_balances_by(o, MT_BALANCING_QUANTILE);
@@ -344,6 +345,11 @@ static int mt_options_check_balancing(const mt_run_options *run, mt_error *error
          "micro-batch (--micro-batch-size x --seq-length x --moe-router-topk): make it a multiple of --num-experts "
          "%lld",
          {tokens * k, E}},
+        {quantiles && evaluated * k % E != 0,
+         "--moe-router-load-balancing-type quantile_balancing gives all experts equally many of the %lld choices of a "
+         "micro-batch of an evaluation (--eval-micro-batch-size x --seq-length x --moe-router-topk): make it a "
+         "multiple of --num-experts %lld",
+         {evaluated * k, E}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -588,6 +594,22 @@ static int mt_options_check_micro_batches(const mt_options *o, int64_t batch, mt
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+/* A batch of an evaluation splits into its micro-batches. Any number of these pass through a pipeline. */
+static int mt_options_check_eval_batch(const mt_run_options *o, mt_error *error) {
+    int64_t micro = mt_eval_micro_batch_size(&o->stack), unit = micro * o->stack.data_parallel_size;
+    bool of_run = micro == o->stack.micro_batch_size && o->eval_global_batch_size == 0;
+    int64_t batch = mt_eval_batch_size(o), least = unit > 0 ? mt_divide_up(batch, unit) * unit : 0;
+    if (of_run || unit == 0 || batch % unit == 0) return 0;
+    return mt_error_set(error,
+                        "%s %lld must be a multiple of %lld, %s %lld x %lld data-parallel ranks; try "
+                        "--eval-global-batch-size %lld",
+                        o->eval_global_batch_size > 0 ? "--eval-global-batch-size"
+                                                      : "--global-batch-size, the batch of evaluations too,",
+                        (long long)batch, (long long)unit,
+                        o->stack.eval_micro_batch_size > 0 ? "--eval-micro-batch-size" : "--micro-batch-size",
+                        (long long)micro, (long long)o->stack.data_parallel_size, (long long)least);
+}
+
 /* A batch of `value` sequences must split into micro-batches for every data-parallel rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
     int64_t unit = o->micro_batch_size * o->data_parallel_size, less = value / unit * unit;
@@ -672,6 +694,7 @@ static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
                            : "--global-batch-size";
     if (mt_options_check_batch(&o->stack, name, o->stack.global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(&o->stack, o->stack.global_batch_size, error)) return -1;
+    if (mt_options_check_eval_batch(o, error) != 0) return -1;
     for (int64_t i = 0; i < o->num_batch_steps; i++)
         if (mt_options_check_batch(&o->stack, "a size of --step-batch-size-schedule", o->batch_steps[i][1], error) ||
             mt_options_check_micro_batches(&o->stack, o->batch_steps[i][1], error))
@@ -1220,6 +1243,20 @@ int64_t mt_num_parameters(const mt_options *options) {
         if (!mt_param_is_adapter(&params[i])) total += params[i].rows_stored * params[i].whole_cols;
     free(params);
     return total;
+}
+
+int64_t mt_eval_batch_size(const mt_run_options *options) {
+    return options->eval_global_batch_size > 0 ? options->eval_global_batch_size : options->stack.global_batch_size;
+}
+
+bool mt_validates_after(const mt_run_options *o, int64_t iteration) {
+    return o->eval_interval > 0 && iteration % o->eval_interval == 0 && iteration >= o->start_eval_at_iter;
+}
+
+int64_t mt_count_evaluations(const mt_run_options *o, int64_t first, int64_t last) {
+    if (o->eval_interval == 0) return 0;
+    int64_t before = mt_max(first, o->start_eval_at_iter - 1);
+    return mt_max(last / o->eval_interval - before / o->eval_interval, 0) + 1;
 }
 
 int64_t mt_global_batch_size(const mt_run_options *options, int64_t consumed_samples) {

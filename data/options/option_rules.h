@@ -52,6 +52,16 @@ bool mt_trains_on_pairs(const mt_options *options);
 /* Positions of a row: --seq-length, or twice that for pairs. */
 int64_t mt_row_length(const mt_options *options);
 
+/* The sequences of a batch of an evaluation: --eval-global-batch-size, or --global-batch-size. */
+int64_t mt_eval_batch_size(const mt_run_options *options);
+
+/* True if the validation data are evaluated after an iteration: a multiple of --eval-interval, from
+ * --start-eval-at-iter on. */
+bool mt_validates_after(const mt_run_options *options, int64_t iteration);
+
+/* The most evaluations of the validation data after the iterations (first, last], with one at the end of the run. */
+int64_t mt_count_evaluations(const mt_run_options *options, int64_t first, int64_t last);
+
 /* The global batch size, in sequences, of the step that begins after `consumed_samples`. It is constant, except with
  * --rampup-batch-size START INCREMENT SAMPLES: it begins at START and grows by INCREMENT in equal intervals, so that it
  * reaches --global-batch-size after SAMPLES samples. */

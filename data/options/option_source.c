@@ -1,6 +1,7 @@
 /* option_source.c: the settings of a run, as its sources name them. */
 #include "option_source.h"
 
+#include "../tokens/tokenizer.h"
 #include "yaml.h"
 
 #include <stdlib.h>
@@ -119,7 +120,7 @@ int mt_givens_find_config(const mt_givens *givens, const char **config, mt_error
 typedef struct mt_taken {
     size_t offset;
     mt_source source;
-    char *where, *value;
+    char *name, *where, *value;
 } mt_taken;
 
 typedef struct mt_taken_list {
@@ -137,10 +138,21 @@ static bool mt_setting_holds(const mt_setting *setting, const mt_run_options *op
     return holds;
 }
 
-/* Two values of an option within one source are a contradiction; on the command line one name that is given again
- * replaces its value, as in every program. */
-static int mt_given_compare(mt_taken_list *list, mt_run_options *options, const mt_given *given, const mt_option *row,
+/* Notes that an argument of a file is given again, further down. */
+static void mt_given_note_again(mt_option_reader *reader, const mt_taken *taken, const mt_given *given,
+                                const char *value) {
+    char reason[300];
+    snprintf(reason, sizeof reason, "line %lld gives it again, %.100s, which is taken, as Megatron-LM's parser does",
+             given->line, value);
+    mt_strings_add(&reader->idle, taken->where);
+    mt_strings_add(&reader->idle, reason);
+}
+
+/* Two values of an option within one source are a contradiction; on the command line, and among the arguments of a
+ * file, one name that is given again replaces its value, as in every program. */
+static int mt_given_compare(mt_taken_list *list, mt_option_reader *reader, const mt_given *given, const mt_option *row,
                             mt_error *error) {
+    mt_run_options *options = reader->options;
     bool is_typed = given->source == MT_SOURCE_COMMAND_LINE, is_flag = row->type == MT_FLAG || row->type == MT_NO;
     char *value = mt_option_text(options, row);
     mt_taken *taken = NULL;
@@ -150,12 +162,17 @@ static int mt_given_compare(mt_taken_list *list, mt_run_options *options, const 
     }
     if (!taken) {
         list->items = mt_realloc(list->items, (list->count + 1) * (int64_t)sizeof *list->items);
-        list->items[list->count++] = (mt_taken){row->offset, given->source, mt_strdup(given->where), value};
+        list->items[list->count++] =
+            (mt_taken){row->offset, given->source, mt_strdup(given->name), mt_strdup(given->where), value};
         return 0;
     }
     int status = 0;
     bool differs = strcmp(taken->value, value) != 0;
-    if (differs && !is_typed) {
+    if (differs && given->is_argument && strcmp(taken->name, given->name) == 0) {
+        mt_given_note_again(reader, taken, given, value);
+        free(taken->where);
+        taken->where = mt_strdup(given->where);
+    } else if (differs && !is_typed) {
         status = mt_error_set(error, "%s is given twice in this file, with the values %.100s and, as %s, %.100s",
                               given->where, value, taken->where, taken->value);
     } else if (differs && strcmp(taken->where, given->where) != 0) {
@@ -312,6 +329,18 @@ static bool mt_given_is_replaced(const mt_givens *givens, const mt_given *given)
     return setting.row && mt_givens_find(givens, setting.row->offset) != NULL;
 }
 
+/* BERT and T5 have no option that names them beside their vocabulary: trained as decoders, they would be other models.
+ * Also a path with a variable that is not set says so by its name. */
+static int mt_given_check_vocab(const mt_given *given, mt_error *error) {
+    mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    bool is_vocab = setting.row && setting.row->offset == MT_AT(vocab_file) && given->values.count > 0;
+    if (!is_vocab || !mt_vocab_is_word_list(given->values.items[0])) return 0;
+    return mt_error_set(error,
+                        "%s %.300s: a list of words is WordPiece's, of BERT and T5: encoders are not supported; "
+                        "GPT2BPETokenizer has a vocab.json",
+                        given->where, given->values.items[0]);
+}
+
 /* A value with a variable that is not set. */
 static void mt_given_refuse_unset(mt_option_reader *reader, const mt_given *given) {
     char reason[300];
@@ -331,6 +360,7 @@ static void mt_given_refuse_unset(mt_option_reader *reader, const mt_given *give
 
 int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *file_iters, mt_error *error) {
     mt_taken_list list = {0};
+    bool is_argument = false;
     int status = 0;
     for (mt_source source = 0; source < MT_NUM_SOURCES && status == 0; source++) {
         if (source == MT_SOURCE_COMMAND_LINE && file_iters) *file_iters = reader->options->stack.train_iters;
@@ -338,6 +368,10 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
             const mt_given *given = &givens->items[i];
             const mt_option *taken = NULL;
             if (given->source != source) continue;
+            bool is_last = source == MT_SOURCE_COMMAND_LINE || !mt_given_is_replaced(givens, given);
+            if (is_last) status = mt_given_check_vocab(given, error);
+            is_argument = given->is_argument;
+            if (status != 0) break;
             if (!mt_given_lacks_variable(given, reader->program))
                 status = mt_given_take(reader, given, &taken, error);
             else if (!mt_given_is_replaced(givens, given))
@@ -345,10 +379,12 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
             bool yields = source == MT_SOURCE_ROLE && mt_given_is_replaced(givens, given);
             if (status != 0 && yields) status = 0, taken = NULL; // a value that is not supported does no harm
             if (status == 0 && taken && source != MT_SOURCE_ROLE)
-                status = mt_given_compare(&list, reader->options, given, taken, error);
+                status = mt_given_compare(&list, reader, given, taken, error);
         }
     }
-    for (int64_t i = 0; i < list.count; i++) free(list.items[i].where), free(list.items[i].value);
+    for (int64_t i = 0; i < list.count; i++)
+        free(list.items[i].name), free(list.items[i].where), free(list.items[i].value);
     free(list.items);
-    return status;
+    bool has_refused = is_argument && mt_option_reader_lacks_one(reader); // in the order of a file of another program
+    return status != 0 && has_refused ? mt_option_reader_report(reader, error) : status;
 }

@@ -10,7 +10,8 @@
  * mt_givens_take then goes through the list once, in the order of the sources above, which is the rule of precedence:
  * the last setting of an option wins. One function, mt_given_take, finds the option of a name, reads its values and
  * notes the origin of the option; names that are refused are collected for one report. Two values of an option within
- * one source are a contradiction, and the message has both origins; in a file of roles, where several keys mean one
+ * one source are a contradiction, and the message has both origins; a name that MODEL_ARGS gives again replaces its
+ * value, as Megatron-LM's parser does, with a note; in a file of roles, where several keys mean one
  * option, the last one wins, and --print-config lists the others. A value that names a variable that is not set
  * (${DATA_PATH}) is refused unless a later source has the option.
  *
@@ -42,10 +43,11 @@ typedef enum mt_given_form {
 typedef struct mt_given {
     mt_source source;
     mt_given_form form;
-    char *name;     // without dashes in front; "": words without a name
-    char *position; // before the name in messages: "run.yaml:3: ", or "" for the command line
-    char *where;    // the name in messages
-    long long line; // of the file, from 1; 0: of the command line, or of an absent key; MT_YAML_COMMAND_LINE
+    char *name;       // without dashes in front; "": words without a name
+    char *position;   // before the name in messages: "run.yaml:3: ", or "" for the command line
+    char *where;      // the name in messages
+    long long line;   // of the file, from 1; 0: of the command line, or of an absent key; MT_YAML_COMMAND_LINE
+    bool is_argument; // of MODEL_ARGS: a word of a command line
     mt_strings values;
     char *unset; // a variable of the values that is not set, which they have as it is written; NULL: none
 } mt_given;

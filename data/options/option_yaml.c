@@ -68,7 +68,8 @@ static int mt_yaml_add(mt_yaml_file *file, const mt_yaml_node *key, mt_yaml_node
                          : is_list                       ? MT_GIVEN_LIST
                                                          : MT_GIVEN_TEXT;
     snprintf(position, sizeof position, "%.250s:%lld: ", file->yaml->path, key->line);
-    mt_givens_add(file->givens, MT_SOURCE_FILE, form, position, name)->line = key->line;
+    mt_given *given = mt_givens_add(file->givens, MT_SOURCE_FILE, form, position, name);
+    given->line = key->line, given->is_argument = file->has_words;
     if (form == MT_GIVEN_NULL || form == MT_GIVEN_SECTION) return 0;
     mt_layer_freq_rule rule;
     bool takes_list = setting.row && (mt_option_is_list(setting.row) || mt_option_names_layers(setting.row, &rule));
@@ -104,26 +105,31 @@ static int mt_yaml_add_section(mt_yaml_file *file, const mt_yaml_node *section) 
     return 0;
 }
 
+/* A file whose MODE names another program of Megatron-LM has this one error. */
+static int mt_yaml_check_mode(const mt_yaml_file *file, const mt_yaml_node *root) {
+    const mt_yaml_node *mode = mt_yaml_get(root, "MODE");
+    if (!mode || mode->kind != MT_YAML_TEXT || mt_yaml_is_null(mode) || strcmp(mode->text, "pretraining") == 0)
+        return 0;
+    bool is_rl = strcmp(mode->text, "rl") == 0;
+    return mt_error_set(file->yaml->error,
+                        "%.250s:%lld: MODE is %.80s, whose file is not read: it is of another program of Megatron-LM "
+                        "than its pre-training; %s",
+                        file->yaml->path, mode->line, mode->text,
+                        is_rl ? "--stage rl has reinforcement learning, with options of its own (--help)"
+                              : "give its options on the command line");
+}
+
 /* Adds the section MODEL_ARGS, and notes the other keys. */
 static int mt_yaml_add_model_args(mt_yaml_file *file, const mt_yaml_node *root, mt_option_reader *reader) {
     char where[400];
+    if (mt_yaml_check_mode(file, root) != 0) return -1;
     for (int64_t i = 0; i < root->count; i++) {
         const mt_yaml_node *key = root->keys[i], *node = root->values[i];
-        bool is_mode = strcmp(key->text, "MODE") == 0 && node->kind == MT_YAML_TEXT, is_refused = false;
-        if (is_mode) is_refused = !mt_yaml_is_null(node) && strcmp(node->text, "pretraining") != 0;
         snprintf(where, sizeof where, "%.250s:%lld: %.80s", file->yaml->path, key->line, key->text);
         if (strcmp(key->text, "MODEL_ARGS") == 0) {
             file->has_words = true;
             if (mt_yaml_add_section(file, node) != 0) return -1;
-        } else if (is_refused) {
-            mt_refusal *refusal = mt_option_reader_add_refusal(reader);
-            if (!refusal) continue;
-            snprintf(refusal->position, sizeof refusal->position, "%.250s:%lld: ", file->yaml->path, key->line);
-            snprintf(refusal->name, sizeof refusal->name, "MODE");
-            snprintf(refusal->reason, sizeof refusal->reason,
-                     "is %.80s, whose file is not read: it is of another program of Megatron-LM than its pre-training",
-                     node->text);
-        } else if (!is_mode) {
+        } else if (strcmp(key->text, "MODE") != 0 || node->kind != MT_YAML_TEXT) {
             bool is_variables = strcmp(key->text, "ENV_VARS") == 0;
             mt_strings_add(&reader->idle, where);
             mt_strings_add(&reader->idle, is_variables ? "its variables are for ${...} alone; export what the run needs"

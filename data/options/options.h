@@ -67,6 +67,8 @@ typedef struct mt_run_options {
     mt_device device;
     mt_ints rampup_batch_size;      // start, increment, samples
     char *step_batch_size_schedule; // "TOKENS:SIZE TOKENS:SIZE ..."
+    int64_t eval_global_batch_size; // 0: that of training
+    int64_t start_eval_at_iter;
     int64_t eval_interval, eval_iters, log_interval, exit_interval, check_weight_hash_across_dp_replicas_interval;
     double eval_interval_fraction, log_interval_fraction, save_interval_fraction; // of all steps; 0: not given
     double exit_duration_in_mins;
@@ -90,6 +92,10 @@ typedef struct mt_run_options {
     mt_dataloader_type dataloader_type;
     int64_t data_seed; // -1: the stack's seed; see mt_options_data_seed
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    bool fim_data; // filling in the middle
+    double fim_rate, fim_spm_rate, fim_fragment_rate;
+    char *fim_split_sample, *fim_no_prefix, *fim_prefix_token, *fim_middle_token, *fim_suffix_token, *fim_pad_token,
+        *fim_eod_token;
     /* fine-tuning: samples of any length */
     bool sft, sequence_packing, variable_seq_lengths;
     int64_t train_epochs, skip_bad_samples;

@@ -682,7 +682,7 @@ static int mt_sim_grid(mt_grid *grid, const mt_options *o, int64_t ranks, int64_
 
 /* Rotary tables of one position: they are small, and filling them would take longer than the simulation. */
 static mt_model_plan mt_sim_plan(const mt_options *o) {
-    int64_t tokens = mt_rank_tokens(o, o->micro_batch_size * mt_row_length(o));
+    int64_t tokens = mt_rank_tokens(o, mt_largest_micro_batch_size(o) * mt_row_length(o));
     return (mt_model_plan){
         .max_tokens = tokens, .max_logits = tokens, .max_position = 1, .host_memory = INT64_MAX / 4, .train = true};
 }

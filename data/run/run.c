@@ -14,6 +14,7 @@
 #include "../options/option_warn.h"
 #include "../tokens/chat.h"
 #include "../models/special_tokens.h"
+#include "../datasets/fim.h"
 #include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
@@ -155,22 +156,22 @@ static void configure_data(mt_run *r) {
 
 static void open_loaders(mt_run *r) {
     mt_error error;
+    const mt_group *data = &r->grid.data;
+    int64_t of_evaluation = mt_eval_micro_batch_size(&r->options.stack);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
         bool whole = split == MT_SPLIT_VALID && r->options.full_validation;
-        int status = dataset
-                         ? (whole ? mt_loader_open_whole : mt_loader_open)(&r->loaders[split], dataset, &r->data_config,
-                                                                           r->options.stack.micro_batch_size,
-                                                                           r->grid.data.rank, r->grid.data.size, &error)
-                         : 0;
+        int64_t size = split == MT_SPLIT_TRAIN ? r->options.stack.micro_batch_size : of_evaluation;
+        if (!dataset) continue;
+        int status = (whole ? mt_loader_open_whole : mt_loader_open)(&r->loaders[split], dataset, &r->data_config, size,
+                                                                     data->rank, data->size, &error);
         refuse(r, status, &error);
     }
     for (const mt_dataset *set; (set = mt_data_validation_set(r->data, r->num_more_loaders + 1));) {
         int64_t bytes = (r->num_more_loaders + 1) * (int64_t)sizeof *r->more_loaders;
         r->more_loaders = mt_realloc(r->more_loaders, bytes);
-        int status =
-            mt_loader_open_whole(&r->more_loaders[r->num_more_loaders], set, &r->data_config,
-                                 r->options.stack.micro_batch_size, r->grid.data.rank, r->grid.data.size, &error);
+        int status = mt_loader_open_whole(&r->more_loaders[r->num_more_loaders], set, &r->data_config, of_evaluation,
+                                          data->rank, data->size, &error);
         refuse(r, status, &error);
         r->num_more_loaders++;
     }
@@ -218,6 +219,8 @@ static void open_data(mt_run *r) {
     mt_run_options *o = &r->options;
     mt_data_config *config = &r->data_config;
     configure_data(r);
+    refuse(r, o->fim_data ? mt_fim_open(&r->fim, o, r->tokenizer, &error) : 0, &error);
+    config->fim = r->fim;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
@@ -330,7 +333,7 @@ static void open_model(mt_run *r) {
     mt_error error;
     int64_t here = o->stack.dynamic_context_parallel
                        ? o->max_seqlen_per_dp_cp_rank
-                       : mt_rank_tokens(&o->stack, o->stack.micro_batch_size * mt_row_length(&o->stack));
+                       : mt_rank_tokens(&o->stack, mt_largest_micro_batch_size(&o->stack) * mt_row_length(&o->stack));
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->stack.seq_length, .train = true};
     plan.loss = mt_stage_loss_of(&r->loss, o);
     plan.host_memory = mt_host_memory_available("");
@@ -566,6 +569,7 @@ void mt_run_close(mt_run *r) {
     mt_run_report_saved(r);
     mt_report_close(&r->report);
     close_data(r);
+    mt_fim_close(r->fim);
     mt_batch_free(&r->batch);
     mt_saver_close(r->saver);
     mt_rl_close(r->rl);

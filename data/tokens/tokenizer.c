@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #define BYTE_LEVEL_MARKER "{\n  \"tokenizer_class\": \"ByteLevel\"\n}\n"
 
@@ -190,6 +191,16 @@ static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, con
     if (keep_file(tokenizer, merges, "merges.txt", named, error)) return -1;
     return mt_tokenizer_load_gpt2(tokenizer, vocab, &tokenizer->files[0].content, merges, &tokenizer->files[1].content,
                                   error);
+}
+
+bool mt_vocab_is_word_list(const char *path) {
+    char first = 0;
+    int64_t bytes;
+    mt_error ignored;
+    int descriptor = mt_file_open(path, &bytes, &ignored);
+    bool is_read = descriptor >= 0 && bytes > 0 && mt_file_read_at(descriptor, &first, 1, 0) == 0;
+    if (descriptor >= 0) close(descriptor);
+    return is_read ? !strchr("{ \t\r\n\xef", first) : mt_text_ends_with(path, ".txt"); // \xef: of a byte order mark
 }
 
 /* `path` is "VOCAB,MERGES", or .../Xvocab.json with .../Xmerges.txt beside it. */

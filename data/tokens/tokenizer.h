@@ -49,6 +49,10 @@ typedef struct mt_text {
  * A missing, damaged or unsupported file is an error. */
 int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error);
 
+/* True for a vocabulary that is a list of words, as WordPiece of BERT and T5 has it, and no JSON as GPT-2's: by the
+ * file's first byte, or, if it cannot be read, by a name that ends in .txt. */
+bool mt_vocab_is_word_list(const char *path);
+
 /* Settings of TikTokenizer: Megatron-LM's --tiktoken-pattern, --tiktoken-num-special-tokens and --vocab-size. */
 typedef struct mt_tiktoken_settings {
     mt_tiktoken_pattern pattern;
