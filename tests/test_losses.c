@@ -1,6 +1,7 @@
 /* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json, or
  * the file that MT_LOSSES_GOLDEN names); divergences and reward losses against formulas written again here and finite
  * differences. Every entry of the file is computed; an unknown one fails. */
+// Sections of megatron.c: §7b
 #include "../data/base/file.h"
 #include "../data/learn/advantages.h"
 

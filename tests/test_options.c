@@ -1,4 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
+// Sections of megatron.c: §2 §8 §9a
 #include "../data/base/file.h"
 #include "../data/options/megatron_names.h"
 #include "../data/options/option_help.h"
