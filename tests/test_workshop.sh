@@ -68,6 +68,17 @@ a_c_test_runs_alone() {
         [ "$(grep -c '^\[ RUN ' "$work/out")" = 1 ] && says "^\[ RUN *\] $chosen$" "$work/out"
 }
 
+# The release: the first version of CHANGELOG.md is the header's, and its first list is of breaking changes where the
+# first number has changed. Headers and files that UPGRADING.md sends a reader to exist.
+the_release_is_described() {
+    version=$(sed -n 's/^#define MT_VERSION *"\(.*\)"/\1/p' megatron.h)
+    [ "$(sed -n 's/^## //p' CHANGELOG.md | head -n 1)" = "${version%-dev}" ] || return 1
+    sed -n "/^## ${version%-dev}/,/^### /p" CHANGELOG.md | grep '^\*\*' | head -n 1 | grep '^\*\*Breaking' \
+        >"$work/out" && tr '`|,; ' '\n\n\n\n\n' <UPGRADING.md | grep '^data/.*[a-z]/[a-z_0-9]*\.[hc]$' |
+        sort -u >"$work/names" && [ "$(wc -l <"$work/names")" -gt 5 ] || return 1
+    while read -r file; do [ -e "$file" ] || { echo "UPGRADING.md: no $file" && return 1; }; done <"$work/names"
+}
+
 # The files that make would compile for a suite, in a copy of the tree where nothing is built.
 compiles() {
     rm -rf "$work/tree" && mkdir -p "$work/tree/build/default" &&
@@ -98,6 +109,7 @@ check a_suite_that_is_not_named_is_found a_suite_that_is_not_named_is_found
 check the_table_is_that_of_the_sources the_table_is_that_of_the_sources
 check sections_choose_suites sections_choose_suites
 check names_exist names_exist
+check the_release_is_described the_release_is_described
 if [ -x "${MT_TESTS:-}/test_grid" ]; then
     check a_c_test_runs_alone a_c_test_runs_alone
 else
