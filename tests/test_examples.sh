@@ -46,9 +46,9 @@ streams_alike() {
 needs_are_enough() {
     rm -rf "$work/objects" "$work/alone" && mkdir "$work/objects" || return 1
     for example in notes/examples/*.c; do
-        name=$(basename "$example" .c)
-        MAKEFLAGS='' make -s needs EXAMPLE="$name" >"$work/needs" 2>"$work/err" && [ "$(wc -l <"$work/needs")" = 1 ] ||
-            return 1
+        needed=$(basename "$example" .c)
+        MAKEFLAGS='' make -s needs EXAMPLE="$needed" >"$work/needs" 2>"$work/err" &&
+            [ "$(wc -l <"$work/needs")" = 1 ] || return 1
         rm -rf "$work/alone" && mkdir "$work/alone" && objects=''
         # File names of the project have no spaces.
         # shellcheck disable=SC2013
@@ -61,7 +61,7 @@ needs_are_enough() {
             objects="$objects $object"
             if [ -e "$object" ]; then # its files, without the rule's target, must be among the example's
                 tr -d '\\\n' <"$object.d" | sed 's/^[^:]*://' | tr -s ' ' '\n' | grep . >"$work/made_of"
-                while read -r part; do [ -e "$work/alone/$part" ] || { echo "$name: $part" && return 1; }; done \
+                while read -r part; do [ -e "$work/alone/$part" ] || { echo "$needed: $part" && return 1; }; done \
                     <"$work/made_of"
                 continue
             fi

@@ -64,9 +64,9 @@ static void print_tensors(mt_model *model, mt_streamed streamed, double count) {
 int main(int argc, char **argv) {
     if (argc < 3 || argc % 2 == 0 || (strcmp(argv[2], "weights") != 0 && strcmp(argv[2], "gradients") != 0))
         mt_die("usage: stream_tensors DIR weights|gradients [OPTION VALUE]...");
-    static const char *const settings[][2] = {{"device", "cpu"},    {"mock_data", "true"},      {"seq_length", "16"},
-                                              {"train_iters", "1"}, {"global_batch_size", "4"}, {"lr", "0"},
-                                              {"min_lr", "0"},      {"micro_batch_size", "1"}};
+    static const char *const settings[][2] = {
+        {"device", "cpu"},          {"mock_data", "true"}, {"seq_length", "16"},     {"train_iters", "1"},
+        {"global_batch_size", "4"}, {"lr", "1e-3"},        {"micro_batch_size", "1"}};
     mt_grid grid;
     mt_error error;
     mt_run_options options;
