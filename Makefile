@@ -214,9 +214,9 @@ $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program)
 # The objects that each of these needs, by its includes.
-ifneq ($(COMPILES),)
-$(foreach rule,$(shell awk -v rules=$(B) -f data/scripts/needs.awk $(wildcard tests/test_*.c tests/fuzz_*.c \
-	tests/bench_*.c notes/examples/*.c notes/draw.c)),$(eval $(subst |, ,$(rule))))
+NEEDING := $(wildcard tests/test_*.c tests/fuzz_*.c tests/bench_*.c notes/examples/*.c notes/draw.c)
+ifneq ($(and $(COMPILES),$(NEEDING)),)
+$(foreach rule,$(shell awk -v rules=$(B) -f data/scripts/needs.awk $(NEEDING)),$(eval $(subst |, ,$(rule))))
 endif
 $(CUDA_EXAMPLES): %: %.cu.o $(OBJECTS) $(B)/flags
 	$(call link_program)
@@ -360,9 +360,12 @@ test-all:
 test-slow:
 	+@$(MAKE) --no-print-directory test SUITES='$(SLOW_SUITES)'
 
+# Suite, seconds and processor seconds, as rows of the table of CONTRIBUTING.md.
 times:
-	@cat $(B)/tests/*.seconds 2>/dev/null | sort -k2,2nr -k1,1 | awk '{ sum += $$2; print } \
-		END { if (NR) print "together", sum; else { print "no suite ran here" >"/dev/stderr"; exit 1 } }'
+	@cat $(B)/tests/*.seconds 2>/dev/null | sort -k3,3nr -k1,1 | awk '{ sum += $$2; processor += $$3 } \
+		{ print "| `" $$1 "` | " $$2 " | " $$3 " |" } \
+		END { if (NR) print "| together | " sum " | " processor " |"; else exit 1 }' || \
+		{ echo "no suite ran in $(B)/tests" >&2; exit 1; }
 
 # The files that an example needs, as one line.
 needs:

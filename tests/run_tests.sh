@@ -16,7 +16,7 @@
 # suite runs just these first. Where one fails, they may need files of earlier tests, so the suite runs again up to
 # them, and that counts.
 #
-# DIR/NAME.seconds holds the name and the seconds of a suite's last whole run.
+# DIR/NAME.seconds holds the name of a suite, and the seconds and processor seconds of its last whole run.
 set -u
 directory=$1
 shift
@@ -160,7 +160,10 @@ run_suite() {
             return
         fi
     elif [ "$status" = 0 ]; then
-        echo "$name $seconds" >"$directory/$name.seconds"
+        times >"$log.times" # of this shell, and in the second line of the processes that it waited for
+        processor=$(awk 'NR == 2 { gsub(/[ms]/, " "); print int(60 * ($1 + $3) + $2 + $4 + 0.5) }' "$log.times")
+        rm -f "$log.times"
+        echo "$name $seconds $processor" >"$directory/$name.seconds"
     fi
     if [ $((passed + failed + skipped)) = 0 ]; then
         case $status in 0) passed=1 ;; 77) skipped=1 ;; esac

@@ -55,8 +55,8 @@ names_exist() {
     grep -o '\(`\|^    \)make [a-z][a-z-]*' CONTRIBUTING.md | tr -d '`' | sort -u | while read -r _ target; do
         grep -qE "^([a-z -]* )?$target( [a-z -]*)?:" Makefile || echo "no target $target"
     done >"$work/out"
-    sed -n 's/^| `\([a-z0-9_]*\)` | [0-9].*/\1/p' CONTRIBUTING.md | while read -r suite; do
-        [ -e "tests/test_$suite.c" ] || [ -e "tests/test_$suite.sh" ] || echo "no suite $suite"
+    sed -n 's/^| `\([a-z0-9_.]*\)` | [0-9].*/\1/p' CONTRIBUTING.md | while read -r suite; do
+        [ -e "tests/test_$suite.c" ] || [ -e "tests/test_$suite" ] || echo "no suite $suite"
     done >>"$work/out"
     [ ! -s "$work/out" ]
 }
