@@ -759,8 +759,13 @@ static void expert_bias_step(run *r, const int64_t *n) { // -, E
 }
 
 static mt_cross_entropy_args tokens_of(const int64_t *n) { // T, stride, first, count, vocabulary, entropy
-    float scale = n[0] % 2 ? 0.75f : 0;                    // of the logits; 0: 1
-    return (mt_cross_entropy_args){.T = n[0], .stride = n[1], .first = n[2], .count = n[3], .logit_scale = scale};
+    bool scales = n[0] % 2;
+    return (mt_cross_entropy_args){.T = n[0],
+                                   .stride = n[1],
+                                   .first = n[2],
+                                   .count = n[3],
+                                   .logit_scale = scales ? 0.75f : 0,
+                                   .loss_scale = scales ? 1024 : 0};
 }
 
 /* The operation only asks for the presence of `entropy`. */
@@ -828,10 +833,12 @@ static void squared_norm(run *r, const int64_t *n) { // elements, elements befor
     r->ops->squared_norm(sum, x + n[1] * mt_dtype_size(r->dtype), n[0], r->dtype, r->stream);
 }
 
-static void gradient_scale(run *r, const int64_t *n) { // clip in percent
+static void gradient_scale(run *r, const int64_t *n) { // clip in percent, loss scale, replicas are infinite
     double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
+    double *replicas = numbers(r, MT_F64, 1, POSITIVE, false), infinity = INFINITY;
     float *scale = float_output(r, 1), *norm = float_output(r, 1);
-    r->ops->gradient_scale(scale, norm, sum, sum, tokens, 1, (float)n[0] / 100, r->stream);
+    if (n[2]) r->ops->memory_copy(replicas, &infinity, sizeof infinity, r->stream);
+    r->ops->gradient_scale(scale, norm, sum, replicas, tokens, (double)n[1], (float)n[0] / 100, r->stream);
 }
 
 static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, norm is inf, no tokens
@@ -1487,7 +1494,7 @@ static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {0}};
 static const int64_t guard_shapes[][MAX_SIZES] = {
     {1, 4, 0, 0}, {9, 4, 1, 0}, {9, 4, 1000000, 0}, {3, 4, 1, 0}, {5, 4, 1000000, 1}, {5, 4, 1000000, 0, 1}, {0}};
-static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
+static const int64_t scale_shapes[][MAX_SIZES] = {{50, 1}, {1000, 1}, {-1, 1}, {50, 65536}, {50, 2, 1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
     {1, 1, 1, 8, 8, 0, ONE, 0},           {7, 1, 1, 16, 16, 0, ONE, 0},
     {100, 4, 2, 64, 64, 0, ONE, 0},       {129, 4, 1, 128, 128, 0, ONE, 0},

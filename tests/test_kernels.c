@@ -1407,14 +1407,21 @@ static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dty
         free(values);
     }
     assert_gradient("cross-entropy", got, loss_reference, s, x, n, dout, 2 * T, dtype);
+    matrix scaled = matrix_new(T, s->stride, s->stride, dtype);
     a.first = 0, a.count = V, a.logits = logits.data, a.dlogits = dlogits.data;
     ops->cross_entropy_backward(&a, dtype, NULL);
-    a.dlogits = logits.data;
+    a.dlogits = scaled.data, a.loss_scale = 4;
+    ops->cross_entropy_backward(&a, dtype, NULL);
+    a.dlogits = logits.data, a.loss_scale = 0;
     ops->cross_entropy_backward(&a, dtype, NULL);
     assert_memory_equal(logits.data, dlogits.data, (size_t)(T * s->stride * size)); // in place
+    double *once = zeros(T * s->stride), *times = zeros(T * s->stride);
     logits.width = s->stride;
-    matrix_take(&logits, NULL), matrix_take(&dlogits, NULL);
-    free(x), free(dout), free(got), free(want);
+    matrix_take(&logits, NULL), matrix_take(&dlogits, once), matrix_take(&scaled, times);
+    // A power of two is exact, except for subnormal numbers, which fp16 reaches.
+    double bound = dtype == MT_F16 ? 5 * 0x1p-25 : 1e-37;
+    for (int64_t i = 0; i < T * s->stride; i++) assert_true(fabs(times[i] - 4 * once[i]) <= bound);
+    free(x), free(dout), free(got), free(want), free(once), free(times);
 }
 
 static void cross_entropy_matches_float64_and_finite_differences(void **state) {
@@ -1506,6 +1513,10 @@ static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
     assert_true(norm == 5 && scale == 0.25f);
     ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 1, 0.0f, NULL);
     assert_true(norm == 5 && scale == 0.25f);
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 2, 1.0f, NULL); // gradients of the doubled loss
+    assert_true(norm == 2.5f && fabs((double)scale - 1 / (2.5 + 1e-6) / 8) < 1e-8);
+    ops->gradient_scale(&scale, &norm, &squares, &squares, &tokens, 2, 6.0f, NULL);
+    assert_true(norm == 2.5f && scale == 0.125f);
     const double overflows[] = {INFINITY, NAN};
     for (int i = 0; i < 2; i++) {
         ops->gradient_scale(&scale, &norm, &squares, &overflows[i], &tokens, 1, 1.0f, NULL);
