@@ -16,6 +16,7 @@
 ## make trace         draw two steps of RANKS=4 ranks as OUT=build/trace.html; OPTIONS="..." of train or TRACE=FILE.json
 ## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
+## make book          README, chapters and pictures as pages in build/book, with one that draws pipeline schedules
 ## make puzzle N=1    build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
 ## make notes         write the code that the notes quote, and the table of CONTRIBUTING.md, from the sources again
 ## make bench         run the benchmarks
@@ -109,11 +110,11 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: test-all test-slow mini has-mpicc
+.PHONY: test-all test-slow mini has-mpicc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-fp8 needs times
-.PHONY: fuzz-programs fuzz-layouts plot trace pictures notes puzzle demo demo-rl deps deps-dev probe lint sizes format \
-	format-check clean FORCE
+.PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
+	format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -129,7 +130,8 @@ else
 # ---- What the machine has (data/scripts/probe.sh), unless nothing is compiled ----------------------------------------
 
 COMPILES := $(filter-out help notes puzzle mini clean deps deps-dev lint sizes format format-check plot probe fuzz \
-	test-all test-slow uninstall needs times,$(or $(MAKECMDGOALS),all))
+	test-all test-slow uninstall needs times \
+	$(if $(filter book,$(MAKECMDGOALS)),$(if $(shell command -v pandoc),,book)),$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
@@ -346,6 +348,7 @@ NEEDED_BY_bench_gpu = $(B)/tests/bench_cuda_attention
 NEEDED_BY_planner = $(B)/tests/bench_calibrate
 NEEDED_BY_fuzz_layouts = $(FUZZ_LAYOUTS)
 NEEDED_BY_pictures = $(DRAW)
+NEEDED_BY_book = $(DRAW)
 # Suites in C need their program alone; of the others, those whose text names train, infer, preprocess or make need all.
 SHELL_SUITES = $(wildcard $(SUITES:%=tests/test_%.sh))
 RUN_PROGRAMS = $(shell grep -lE '^[^\#]*([$$](train|infer)|MT_BIN|MT_TESTS|preprocess|make )' $(SHELL_SUITES) /dev/null)
@@ -407,6 +410,14 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)
+	$(if $^,@$^ --steps >build/steps && awk -f notes/planner_rows.awk build/steps notes/lab.md >build/lab.md && \
+		cat build/lab.md >notes/lab.md && rm build/lab.md build/steps)
+
+# The pages are made by pandoc; without it nothing is compiled for them.
+book: $(if $(shell command -v pandoc),all $(DRAW)) | has-pandoc
+	@MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' HAVE_MPI='$(HAVE_MPI)' notes/book/book.sh '$(or $(OUT),build/book)'
+has-pandoc:
+	@command -v pandoc >/dev/null || { echo "make book needs pandoc: make deps-dev installs it" >&2; exit 1; }
 
 PUZZLE ?= build/puzzle-$(N)
 puzzle:
@@ -508,14 +519,17 @@ endef
 
 deps:
 	$(call install_packages,$(APT),$(DNF),$(BREW))
-# The page of `make trace` is tested in chromium where it is installed; it is large, so it is not installed here.
+# The pages of `make book` are made by pandoc; they and that of `make trace` are tested in chromium, where the
+# distribution has it as a package of its own.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
-	$(call install_packages,clang clang-format shellcheck python3-yaml iproute2 $(CLANG:%=libomp-%-dev) \
+	$(call install_packages,clang clang-format shellcheck python3-yaml iproute2 pandoc $(CLANG:%=libomp-%-dev) \
+		$(if $(shell apt-cache show chromium 2>/dev/null),chromium) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
-		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute,llvm shellcheck)
+		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute pandoc chromium,\
+		llvm shellcheck pandoc)
 
 endif

@@ -1,6 +1,8 @@
 /* draw.c: draws the pictures of the notes from the program's own data structures.
  *
- *   usage: draw FOLDER        (make pictures: draw notes)
+ *   usage: draw FOLDER                  (make pictures: draw notes)
+ *          draw --schedules FILE.json   (make book: pipeline schedules for the page that chooses one)
+ *          draw --steps                 (make pictures: the rows of the planner's picture, for notes/lab.md)
  *
  * Run it in the root of the project, because it reads data/configs. Each picture calls the functions that training
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
@@ -927,14 +929,15 @@ static void draw_pipelines(const char *folder) {
                       zero_bubble = {MT_SCHEDULE_ZB_H1, 4, 1, 8, 0};
     static const char *const names[] = {"forward", "backward (of the input)", "weights, delayed"};
     picture p = picture_open(folder, "07-schedules", "Three pipeline schedules", 900, 470);
+    const double places[] = {40, 120, 300};
     for (int i = 0; i < 3; i++) {
-        box(&p, 20 + 190 * i, 20, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
-        text(&p, 36 + 190 * i, 29, START, "%s", names[i]);
+        box(&p, places[i], 20, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
+        text(&p, places[i] + 16, 29, START, "%s", names[i]);
     }
-    text(&p, 590, 29, START, "lighter: later layers; right: live");
-    draw_timeline(&p, 40, 70, 24, &plain, "1F1B");
-    draw_timeline(&p, 40, 210, 24, &interleaved, "interleaved, 2 stages per rank");
-    draw_timeline(&p, 40, 350, 24, &zero_bubble, "ZB-H1");
+    text(&p, 880, 29, END, "left: rank; paler: later layers; right: most forwards held");
+    draw_timeline(&p, 40, 76, 24.5, &plain, "1F1B");
+    draw_timeline(&p, 40, 216, 24.5, &interleaved, "interleaved, 2 stages per rank");
+    draw_timeline(&p, 40, 356, 24.5, &zero_bubble, "ZB-H1");
     picture_close(&p);
 }
 
@@ -1209,7 +1212,6 @@ static void draw_talk_axis(picture *p, double x, double y, double scale, int end
         line(p, x + scale * t, y, x + scale * t, y + 5, FAINT, 0.8);
         text(p, x + scale * t, y + 17, MIDDLE, "%d", t);
     }
-    text(p, x + scale * end / 2, y + 34, MIDDLE, "time, in 100,000 multiplications");
 }
 
 /* Empties the recorder; returns operations of the CPU whose products and streams it records. */
@@ -1223,9 +1225,12 @@ static mt_ops recorder_begin(void) {
     return ops;
 }
 
-/* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
-static void draw_talk(picture *p, double y, bool overlaps, double scale) {
-    static const char *const lanes[2][NUM_LANES] = {{"one stream"}, {"compute", "gradients", "parameters"}};
+/* Draws a forward and a backward: a row for each kind of work, one box per piece of it, one colour per bucket. On one
+ * stream they take turns. */
+static void draw_talk(picture *p, double y, bool overlaps, double scale, const char *title) {
+    static const char *const rows[] = {
+        [PRODUCT] = "products", [SUM] = "sums of gradients", [GATHER] = "gathers of weights"};
+    const double x = 160, row = 22;
     mt_ops ops = recorder_begin();
     mt_batch batch = {0};
     sharer s;
@@ -1235,34 +1240,68 @@ static void draw_talk(picture *p, double y, bool overlaps, double scale) {
     letters_batch(&batch, 16, false);
     mt_model_forward(s.model, &batch, true);
     mt_model_backward(s.model);
-    for (int lane = 0; lane < recorder.streams; lane++)
-        text(p, 25, y + 30 * lane + 14, START, "%s", lanes[overlaps][lane]);
-    double end = 0;
+    double forward_end = 0, backward_begin = INFINITY, end = 0;
+    for (int i = 0; i < recorder.count; i++) {
+        const stretch *at = &recorder.stretches[i];
+        end = fmax(end, at->end);
+        if (at->kind != PRODUCT) continue;
+        if (at->backward)
+            backward_begin = fmin(backward_begin, at->begin);
+        else
+            forward_end = fmax(forward_end, at->end);
+    }
+    text(p, 25, y, START, "%s: %.0f", title, end);
+    bracket(p, x, x + scale * forward_end, y + 26);
+    text(p, x + scale * forward_end / 2, y + 16, MIDDLE, "forward");
+    bracket(p, x + scale * backward_begin, x + scale * end, y + 26);
+    text(p, x + scale * (backward_begin + end) / 2, y + 16, MIDDLE, "backward");
+    for (int kind = 0; kind < NUM_LANES; kind++) {
+        double top = y + 32 + row * kind;
+        text(p, x - 10, top + 13, END, "%s", rows[kind]);
+        box(p, x, top, scale * end, row - 4, "#eceee9");
+    }
     for (int i = 0; i < recorder.count; i++) {
         const stretch *at = &recorder.stretches[i];
         const char *fill = at->bucket == 0 ? fills[TEAL] : fills[(at->bucket - 1) % TEAL];
-        double top = y + 30 * at->stream + (at->kind == GATHER ? 11 : 0), height = at->kind == PRODUCT ? 22 : 11;
-        frame(p, 110 + scale * at->begin, top, scale * (at->end - at->begin), height, fill);
-        end = fmax(end, at->end);
+        frame(p, x + scale * at->begin, y + 32 + row * at->kind, scale * (at->end - at->begin), row - 4, fill);
     }
-    if (overlaps) draw_talk_axis(p, 110, y + 30 * recorder.streams + 4, scale, 150);
-    text(p, 110 + scale * end + 8, y + 14, START, "%.0f", end);
+    if (overlaps) draw_talk_axis(p, x, y + 32 + row * NUM_LANES + 4, scale, 150);
     mt_batch_free(&batch);
     sharer_close(&s);
 }
 
+/* The colours of the buckets with products: that of the word embedding, which is the output layer too, and the layers'.
+ */
+static void draw_bucket_legend(picture *p, double x, double y) {
+    sharer s;
+    int64_t count, layers = 0;
+    mt_param *params;
+    sharer_open(&s, "no_shard", false, &mt_cpu_ops);
+    const mt_bucket *buckets = mt_model_buckets(s.model, &count);
+    mt_params_build(&params, &s.options.stack, NULL);
+    box(p, x, y - 9, 10, 10, fills[TEAL]);
+    text(p, x + 16, y, START, "embedding, logits");
+    for (int64_t i = 1; i < count; i++) {
+        int64_t layer = params[buckets[i].first_param].layer;
+        if (layer < 0) continue;
+        double left = x + 170 + 100 * (double)layers++;
+        box(p, left, y - 9, 10, 10, fills[(i - 1) % TEAL]);
+        text(p, left + 16, y, START, "layer %lld", (long long)layer);
+    }
+    free(params);
+    sharer_close(&s);
+}
+
 static void draw_sharing(const char *folder) {
-    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 450);
+    picture p = picture_open(folder, "09-shards", "Memory of data-parallel ranks", 900, 522);
     text(&p, 25, 28, START,
          "A layer's bucket on rank %d of %d: the part that is always in memory, and its bytes per parameter",
          SHARING_RANK, SHARING_RANKS);
     for (int i = 0; i < NUM_STRATEGIES; i++) draw_strategy(&p, 70 + 26 * i, strategies[i]);
-    text(&p, 25, 214, START,
-         "A forward and a backward with optim_grads_params, one colour per bucket. High boxes: matrix products; low "
-         "ones:");
-    text(&p, 25, 230, START, "at the bottom gathers of parameters, at the top sums of gradients");
-    draw_talk(&p, 252, false, 5);
-    draw_talk(&p, 300, true, 5);
+    text(&p, 25, 214, START, "The time of a micro-batch with optim_grads_params, in 100,000 multiplications:");
+    draw_bucket_legend(&p, 25, 238);
+    draw_talk(&p, 270, false, 4.6, "all on one stream");
+    draw_talk(&p, 388, true, 4.6, "with overlap");
     picture_close(&p);
 }
 
@@ -1392,7 +1431,11 @@ static void draw_groups(picture *p, double x, double y, const mt_grid_shape *sha
         frame(p, left, top, cell - 2, cell - 2, colour < 0 ? "#ffffff" : colour < NUM_FILLS ? fills[colour] : GRID);
         text(p, left + cell / 2 - 1, top + cell / 2 + 3, MIDDLE, "%d", rank);
     }
-    text(p, x, y - 10, START, "%s: %d of %d", mt_grid_group(&grid, kind)->name, groups, largest);
+    if (groups == 0)
+        text(p, x, y - 10, START, "%s: ranks alone", mt_grid_group(&grid, kind)->name);
+    else
+        text(p, x, y - 10, START, "%s: %d group%s of %d", mt_grid_group(&grid, kind)->name, groups,
+             groups > 1 ? "s" : "", largest);
 }
 
 static void draw_grid(const char *folder) {
@@ -1700,8 +1743,8 @@ static void draw_projection(picture *p, double x, double y, double to_x, double 
 static void draw_cached(picture *p, double y, const char *name, int64_t elements, const char *fill) {
     char count[32];
     double width = 230 * (double)elements / 40960;
-    text(p, 650, y, START, "%s: %s", name, grouped(elements, count));
-    frame(p, 650, y + 6, fmax(width, 1.5), 20, fill);
+    text(p, 630, y, START, "%s: %s", name, grouped(elements, count));
+    frame(p, 630, y + 6, fmax(width, 1.5), 20, fill);
 }
 
 static void draw_latent(const char *folder) {
@@ -1715,7 +1758,8 @@ static void draw_latent(const char *folder) {
     draw_channels(&p, 20, 150, o.stack.hidden_size, fills[TEAL], "x");
     draw_channels(&p, 200, 100, o.stack.q_lora_rank, fills[YELLOW], "latent of q");
     draw_channels(&p, 200, 250, o.stack.kv_lora_rank, fills[GREEN], "latent of k, v");
-    draw_channels(&p, 200, 330, R, fills[ORANGE], "k, RoPE, of all heads");
+    draw_channels(&p, 200, 340, R, fills[ORANGE], NULL);
+    text(&p, 200, 358, START, "k, RoPE, of all heads: %s", grouped(R, count));
     double y = draw_channels(&p, 440, 72, H * N, fills[BLUE], "q, no RoPE");
     text(&p, 440, y + 16, START, "q, RoPE: %s", grouped(H * R, count));
     y = draw_channels(&p, 440, y + 22, H * R, fills[ORANGE], NULL);
@@ -1723,12 +1767,12 @@ static void draw_latent(const char *folder) {
     y = draw_channels(&p, 440, y + 28, H * V, fills[GREEN], "v");
     draw_projection(&p, 80, 158, 200, 103, "q_a_proj");
     draw_projection(&p, 80, 164, 200, 251, "kv_a_proj");
-    draw_projection(&p, 80, 170, 200, 331, NULL);
+    draw_projection(&p, 80, 170, 200, 341, NULL);
     draw_projection(&p, 260, 102, 440, 104, "q_b_proj");
     draw_projection(&p, 260, 105, 440, 173, NULL);
     draw_projection(&p, 260, 250, 440, 247, "kv_b_proj");
     draw_projection(&p, 260, 252, 440, 339, NULL);
-    text(&p, 650, 72, START, "Cached elements of a token and layer:");
+    text(&p, 630, 72, START, "Cached elements of a token and layer:");
     draw_cached(&p, 100, "the heads", H * (N + R + V), fills[BLUE]);
     draw_cached(&p, 160, "8 groups of 128 channels", (int64_t)2 * 8 * 128, fills[YELLOW]);
     draw_cached(&p, 220, "the latent and the RoPE key", o.stack.kv_lora_rank + R, fills[GREEN]);
@@ -1899,12 +1943,12 @@ static void draw_folding(const char *folder) {
                                  .num_query_groups = 8};
     picture p = picture_open(folder, "15-folding", "Two grids over the same sixteen ranks", 900, 440);
     text(&p, 20, 28, START,
-         "16 ranks. Above, where a layer is dense: tp = cp = dp = pp = 2. Below, its experts: etp = 1, "
-         "ep = 4, edp = 2, pp = 2");
+         "The same 16 ranks, for dense layers (tp = cp = dp = pp = 2) and for experts (etp = 1, ep = 4, edp = 2, "
+         "pp = 2)");
     for (int i = 0; i < 8; i++) draw_groups(&p, 80 + 200 * (i % 4), 72 + 186 * (i / 4), &shape, kinds[i]);
     text_in(&p, FAINT, 72, 72 + 80, END, "dense");
     text_in(&p, FAINT, 72, 72 + 186 + 80, END, "experts");
-    text_in(&p, FAINT, 80, 424, START, "white: a group of one");
+    text(&p, 80, 424, START, "Ranks of one colour are a group; white: groups of one.");
     picture_close(&p);
 }
 
@@ -2805,6 +2849,9 @@ static int draw_static_batches(picture *p, double x, double y, const int *new_to
                 draw_forward_cell(p, x + 22 * (begin + f), y + 20 * i, f == 0 ? TEXT_PROMPT : 1, f == 0);
             longest = new_tokens[i] > longest ? new_tokens[i] : longest;
         }
+        for (int i = first; i < first + TEXT_SLOTS && i < TEXTS;
+             i++) // complete, and in the batch until its last text is
+            box(p, x + 22 * (begin + new_tokens[i]), y + 20 * i, 22 * (longest - new_tokens[i]), 18, "#e4e6e0");
         begin += longest;
     }
     return begin;
@@ -2864,6 +2911,8 @@ static void draw_generation(const char *folder) {
     text(&p, 676, 279, START, "reads the prompt");
     box(&p, 660, 290, 10, 10, fills[BLUE]);
     text(&p, 676, 299, START, "one token, and writes one");
+    box(&p, 660, 310, 10, 10, "#e4e6e0");
+    text(&p, 676, 319, START, "complete, waits for the batch");
     draw_pages(&p, 660, 100);
     picture_close(&p);
 }
@@ -3208,41 +3257,47 @@ static double predicted_rate(const char *gpu, int64_t gpus, const char *argument
     return rate;
 }
 
-/* A row: its name, and a dot at predicted / measured. */
-static void draw_prediction(picture *p, double y, const char *name, double ratio, const char *fill) {
-    const double middle = 640, scale = 1400; // pixels of a factor of 2
-    text(p, 420, y + 4, END, "%s", name);
-    line(p, 430, y, 850, y, GRID, 0.6);
-    fprintf(p->file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"%s\"/>\n", middle + scale * (ratio - 1), y, fill);
-    text(p, 890, y + 4, END, "%+.0f%%", round(100 * (ratio - 1)) + 0.0); // not -0
-}
+/* A measured step and its prediction. */
+typedef struct compared_step {
+    char gpu[64], name[100], figure[32]; // the machine's name; as measured, with its unit
+    int gpus, set;                       // 0: measured here, 1: published of A100, 2: of H100
+    double ratio;                        // of tokens per second, predicted / measured
+} compared_step;
 
-/* The name of a row; of a machine's file the part after "machine_". */
-static void row_title(char title[1200], const char *gpus, const char *gpu, const char *name) {
+enum { MAX_STEPS = 256, STEP_SETS = 3 };
+
+/* Adds a row; of a machine's file the part after "machine_". */
+static void add_step(compared_step *step, const char *gpu, const char *gpus, const char *name, const char *figure,
+                     double ratio) {
     const char *prefix = strstr(gpu, "machine_"), *machine = prefix ? prefix + strlen("machine_") : gpu;
-    snprintf(title, 1200, "%.20s x %.*s: %.100s", gpus, (int)strcspn(machine, "."), machine, name);
+    *step = (compared_step){.gpus = atoi(gpus), .ratio = ratio};
+    snprintf(step->gpu, sizeof step->gpu, "%.*s", (int)strcspn(machine, "."), machine);
+    snprintf(step->name, sizeof step->name, "%.99s", name);
+    snprintf(step->figure, sizeof step->figure, "%.31s", figure);
 }
 
-/* Rows of tests/measured_gpu.txt; returns where the next ones begin. */
-static double draw_measured(picture *p, double y) {
-    char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[1200];
+/* Reads the rows of tests/measured_gpu.txt and simulates them; returns their number. */
+static int measured_steps(compared_step *steps) {
+    char line[2048], gpu[1024], gpus[1024], name[1024], rate[1024], arguments[1024], title[64], figure[1100];
+    int count = 0;
     FILE *file = fopen("tests/measured_gpu.txt", "r");
     if (!file) mt_die("tests/measured_gpu.txt cannot be read");
     while (fgets(line, sizeof line, file)) {
         if (*line == '#' || *line == '\n') continue;
         row_field(gpu, line, 0), row_field(gpus, line, 1), row_field(name, line, 2), row_field(rate, line, 3);
         row_field(arguments, line, 7);
-        snprintf(title, sizeof title, strcmp(gpus, "1") ? "train%s" : "train", gpus);
+        snprintf(title, sizeof title, strcmp(gpus, "1") ? "train%.20s" : "train", gpus);
         if (!*arguments) bench_arguments(arguments, title, name);
         snprintf(line, sizeof line, "--hidden-dropout 0 --attention-dropout 0 %s", arguments);
         mt_run_options o;
         double predicted = predicted_rate(gpu, atoi(gpus), line, &o);
         mt_options_free(&o);
-        row_title(title, gpus, gpu, name);
-        draw_prediction(p, y, title, predicted / atof(rate), strokes[0]), y += 15;
+        MT_CHECK(count < MAX_STEPS);
+        snprintf(figure, sizeof figure, "%s tokens/s", rate);
+        add_step(&steps[count++], gpu, gpus, name, figure, predicted / atof(rate));
     }
     fclose(file);
-    return y;
+    return count;
 }
 
 /* Appends arguments, each @NAME replaced by the rest of the line of tests/published_gpu.txt that begins with it. */
@@ -3271,9 +3326,10 @@ static double published_operations(const mt_options *o) {
     return passes * l * (24 * h * h + 4 * s * h) + 6 * (double)o->vocab_size * h;
 }
 
-/* Rows of tests/published_gpu.txt. */
-static void draw_published(picture *p, double y) {
-    char line[2048], gpu[1024], gpus[1024], name[1024], figure[1024], words[1024], title[1200];
+/* The same of tests/published_gpu.txt. */
+static int published_steps(compared_step *steps) {
+    char line[2048], gpu[1024], gpus[1024], name[1024], figure[1024], words[1024];
+    int count = 0;
     FILE *file = fopen("tests/published_gpu.txt", "r");
     if (!file) mt_die("tests/published_gpu.txt cannot be read");
     while (fgets(line, sizeof line, file)) {
@@ -3287,33 +3343,79 @@ static void draw_published(picture *p, double y) {
         double published = (double)(o.stack.global_batch_size * o.stack.seq_length) / atof(figure);
         if (strstr(figure, "TFLOP/s")) published = atof(figure) * 1e12 * atof(gpus) / published_operations(&o.stack);
         mt_options_free(&o);
-        row_title(title, gpus, gpu, name);
-        draw_prediction(p, y, title, rate / published, strokes[1]), y += 15;
+        MT_CHECK(count < MAX_STEPS);
+        add_step(&steps[count], gpu, gpus, name, figure, rate / published);
+        steps[count++].set = strstr(gpu, "a100") ? 1 : 2;
     }
-    fclose(file);
-}
-
-static int count_steps(const char *path) {
-    char line[2048];
-    int count = 0;
-    FILE *file = fopen(path, "r");
-    if (!file) mt_die("%s cannot be read", path);
-    while (fgets(line, sizeof line, file)) count += *line != '#' && *line != '@' && *line != '\n';
     fclose(file);
     return count;
 }
 
+/* All steps; returns their number. */
+static int compared_steps(compared_step steps[2 * MAX_STEPS]) {
+    int count = measured_steps(steps);
+    return count + published_steps(steps + count);
+}
+
+/* The rows of the picture as a table of notes/lab.md. */
+static void write_steps(void) {
+    static compared_step steps[2 * MAX_STEPS];
+    int count = compared_steps(steps);
+    printf("| GPUs | Machine | Step | Measured | Predicted |\n|---|---|---|---|---|\n");
+    for (int i = 0; i < count; i++)
+        printf("| %d | %s | %s | %s | %+.0f%% |\n", steps[i].gpus, steps[i].gpu, steps[i].name, steps[i].figure,
+               round(100 * (steps[i].ratio - 1)) + 0.0); // not -0
+}
+
+/* Dots at (GPUs, ratio). Steps on equally many GPUs stand beside each other, where they would cover each other. */
 static void draw_planner(const char *folder) {
-    int bottom = 74 + 15 * (count_steps("tests/measured_gpu.txt") + count_steps("tests/published_gpu.txt"));
-    picture p = picture_open(folder, "28-planner", "Predicted and measured training steps", 900, bottom + 10);
-    text(&p, 640, 26, MIDDLE, "predicted / measured");
-    for (int percent = -15; percent <= 15; percent += 5) {
-        double x = 640 + 1400 * percent / 100.0;
-        line(&p, x, 44, x, bottom, percent == 0 ? FAINT : GRID, percent == 0 ? 1.2 : 0.8);
-        text(&p, x, 40, MIDDLE, "%+d%%", percent);
+    static compared_step steps[2 * MAX_STEPS];
+    static const char *const names[STEP_SETS] = {"measured on H200 and H100", "published, A100", "published, H100"};
+    const double radius = 4, apart = 9, places[STEP_SETS] = {76, 350, 570};
+    const chart c = {70, 70, 800, 300, 0.6, 9000, -16, 16, true, false};
+    int count = compared_steps(steps), most[STEP_SETS][2]; // the slowest and the fastest prediction of a set
+    double xs[2 * MAX_STEPS], ys[2 * MAX_STEPS];
+    picture p = picture_open(folder, "28-planner", "Predicted and measured training steps", 900, 424);
+    for (int set = 0; set < STEP_SETS; set++) {
+        int here = 0;
+        most[set][0] = most[set][1] = -1;
+        for (int i = 0; i < count; i++) {
+            if (steps[i].set != set) continue;
+            here++;
+            if (most[set][0] < 0 || steps[i].ratio < steps[most[set][0]].ratio) most[set][0] = i;
+            if (most[set][1] < 0 || steps[i].ratio > steps[most[set][1]].ratio) most[set][1] = i;
+        }
+        fprintf(p.file, "<circle cx=\"%.0f\" cy=\"24\" r=\"4\" fill=\"%s\"/>\n", places[set], strokes[set]);
+        text(&p, places[set] + 12, 28, START, "%s: %d steps", names[set], here);
     }
-    double y = draw_measured(&p, 62);
-    draw_published(&p, y + 12);
+    for (int percent = -15; percent <= 15; percent += 5) {
+        char words[16];
+        snprintf(words, sizeof words, "%+d%%", percent);
+        chart_mark_y(&p, &c, percent, percent == 0 ? "0%" : words);
+    }
+    line(&p, c.left, chart_y(&c, 0), c.left + c.width, chart_y(&c, 0), FAINT, 1.2);
+    for (int gpus = 1; gpus <= 8192; gpus *= 2) {
+        char words[32];
+        chart_mark_x(&p, &c, gpus, grouped(gpus, words));
+    }
+    chart_titles(&p, &c, "speed of the prediction, beside the measured one", "GPUs");
+    for (int i = 0; i < count; i++) {
+        double x = chart_x(&c, steps[i].gpus), y = chart_y(&c, 100 * (steps[i].ratio - 1));
+        for (int place = 0;; place++) { // 0, 1, -1, 2, -2, ... times `apart` beside the middle
+            bool is_free = true;
+            xs[i] = x + apart * (place % 2 ? place / 2 + 1 : -place / 2), ys[i] = y;
+            for (int k = 0; k < i; k++) is_free &= hypot(xs[i] - xs[k], ys[i] - ys[k]) >= apart;
+            if (is_free) break;
+        }
+        fprintf(p.file, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"%.0f\" fill=\"%s\"/>\n", xs[i], ys[i], radius,
+                strokes[steps[i].set]);
+    }
+    for (int set = 0; set < STEP_SETS; set++)
+        for (int end = 0; end < 2; end++) {
+            int i = most[set][end];
+            if (strncmp(steps[i].name, "the same", 8) == 0) continue; // says nothing without the row before it
+            text(&p, xs[i] + 9, ys[i] + (end ? -6 : 14), START, "%s", steps[i].name);
+        }
     picture_close(&p);
 }
 
@@ -3669,8 +3771,122 @@ static void draw_half_precision(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- schedules as JSON, for notes/book/explorer.js --------------------------------------------------------------- */
+
+enum { EXPLORED_STAGES = 8, EXPLORED_MICRO_BATCHES = 16, EXPLORED_CHUNKS = 4, ALL_FORWARDS = -1 };
+
+/* Writes the computations of a rank in their order, such as "F0 F1 6<1 B0": a forward (F), a backward (B) or its parts
+ * (I: of the input, W: of the weights) of a micro-batch, a letter for the chunk if there are several, and "6<1" where
+ * the rank waits for 6 units of time, for a message of rank 1. The wait after the last computation is left out. A list
+ * without messages waits for its neighbours. */
+static void write_rank(FILE *file, const mt_timeline *t, int64_t rank, bool has_messages) {
+    double now = 0;
+    int64_t peer = -1;
+    const char *space = "";
+    fprintf(file, "\"");
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) {
+            if (t->end[i] > t->start[i]) peer = action->peer; // sends take no time: a receive that waits
+            continue;
+        }
+        if (!has_messages) peer = action->kind == MT_ACTION_FORWARD ? rank - 1 : rank + 1;
+        int64_t waits = llround(t->start[i] - now);
+        MT_CHECK(waits == 0 || peer >= 0);
+        if (waits > 0) fprintf(file, "%s%lld<%lld", space, (long long)waits, (long long)peer), space = " ";
+        fprintf(file, "%s%c%lld", space, "FBIW"[action->kind], (long long)action -> micro_batch);
+        if (t->schedule.vp > 1) fputc((int)('a' + action->chunk), file);
+        space = " ", now = t->end[i];
+    }
+    fprintf(file, "\"");
+}
+
+/* Writes a simulated schedule. A chunk's forward takes one unit of time, its backward two, each part of it one. */
+static void write_timeline(FILE *file, const mt_timeline *t, bool has_messages) {
+    fprintf(file, "{\"span\":%lld,\"bubble\":%.6f,\"peak\":[", llround(t->span), t->bubble);
+    for (int64_t r = 0; r < t->schedule.pp; r++) fprintf(file, "%s%lld", r > 0 ? "," : "", (long long)t->live[r]);
+    fprintf(file, "],\"ranks\":[");
+    for (int64_t r = 0; r < t->schedule.pp; r++) {
+        if (r > 0) fputc(',', file);
+        write_rank(file, t, r, has_messages);
+    }
+    fprintf(file, "]}");
+}
+
+/* Writes the schedule of options of `train`, or the error with which `train` refuses them. */
+static void write_explored(FILE *file, int kind, int64_t pp, int64_t vp, int64_t micro_batches) {
+    const mt_action_costs costs = {1, 1, 1, 0};
+    char words[512], *argv[64];
+    int argc = 0;
+    mt_run_options o;
+    mt_error error;
+    mt_timeline t;
+    if (kind == ALL_FORWARDS) {
+        t = timeline_of_all_forwards(pp, micro_batches);
+        write_timeline(file, &t, false);
+        mt_timeline_free(&t);
+        return;
+    }
+    snprintf(words, sizeof words,
+             "train --mock-data --num-layers %lld --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --lr 1 "
+             "--train-iters 1 --seq-length 8 --micro-batch-size 1 --global-batch-size %lld "
+             "--pipeline-model-parallel-size %lld --num-virtual-stages-per-pipeline-rank %lld --pipeline-schedule %s",
+             (long long)(pp * vp), (long long)micro_batches, (long long)pp, (long long)vp,
+             kind == MT_SCHEDULE_1F1B          ? "1f1b"
+             : kind == MT_SCHEDULE_INTERLEAVED ? "interleaved"
+                                               : "zb-h1");
+    for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) argv[argc++] = word;
+    check(mt_options_parse(&o, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    if (mt_options_finish(&o, MT_PROGRAM_TRAIN, pp, &error) == 0) {
+        mt_schedule schedule = mt_schedule_of(&o.stack, micro_batches);
+        MT_CHECK(mt_timeline_create(&t, &schedule, &costs, 0) == 0);
+        write_timeline(file, &t, true);
+        mt_timeline_free(&t);
+    } else {
+        fprintf(file, "{\"error\":\"");
+        for (const char *c = error.text; *c; c++) fprintf(file, *c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
+        fprintf(file, "\"}");
+    }
+    mt_options_free(&o);
+}
+
+/* All schedules that the sliders of notes/book/explorer.js select, by "SCHEDULE/STAGES/CHUNKS/MICRO-BATCHES". */
+static void write_schedules(const char *path) {
+    static const struct {
+        const char *name;
+        int kind, first_vp, last_vp;
+    } kinds[] = {{"1f1b", MT_SCHEDULE_1F1B, 1, 1},
+                 {"interleaved", MT_SCHEDULE_INTERLEAVED, 2, EXPLORED_CHUNKS},
+                 {"zb-h1", MT_SCHEDULE_ZB_H1, 1, 1},
+                 {"gpipe", ALL_FORWARDS, 1, 1}};
+    mt_new_file out;
+    mt_error error;
+    check(mt_new_file_open(&out, path, "file", &error), &error);
+    fprintf(out.stream, "{\"stages\":%d,\"micro_batches\":%d,\"chunks\":%d,\"schedules\":{", EXPLORED_STAGES,
+            EXPLORED_MICRO_BATCHES, EXPLORED_CHUNKS);
+    const char *comma = "";
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int pp = 1; pp <= EXPLORED_STAGES; pp++)
+            for (int vp = kinds[k].first_vp; vp <= kinds[k].last_vp; vp++)
+                for (int m = 1; m <= EXPLORED_MICRO_BATCHES; m++) {
+                    fprintf(out.stream, "%s\n\"%s/%d/%d/%d\":", comma, kinds[k].name, pp, vp, m), comma = ",";
+                    write_explored(out.stream, kinds[k].kind, pp, vp, m);
+                }
+    fprintf(out.stream, "\n}}\n");
+    check(mt_new_file_close(&out, 0, &error), &error);
+}
+
 int main(int argc, char **argv) {
-    if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
+    if (argc == 3 && strcmp(argv[1], "--schedules") == 0) {
+        write_schedules(argv[2]);
+        return 0;
+    }
+    if (argc == 2 && strcmp(argv[1], "--steps") == 0) {
+        write_steps();
+        return 0;
+    }
+    if (argc != 2)
+        mt_die("usage: draw FOLDER, draw --schedules FILE.json or draw --steps (in the root of the project)");
     draw_mini(argv[1]);
     draw_masks(argv[1]);
     draw_bucket(argv[1]);

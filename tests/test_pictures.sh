@@ -20,6 +20,12 @@ for picture in "$work"/* notes/*.svg; do
         echo "not ok picture $name: is not what the program draws; run make pictures and look at it"
     fi
 done | sort -u
+if "$MT_DRAW" --steps >"$work/steps" &&
+    awk -f notes/planner_rows.awk "$work/steps" notes/lab.md | cmp -s - notes/lab.md; then
+    echo "ok lab_has_the_rows_of_the_planners_picture"
+else
+    echo "not ok lab_has_the_rows_of_the_planners_picture: run make pictures"
+fi
 for picture in notes/*.svg; do
     if grep -q "($(basename "$picture"))" notes/*.md; then
         echo "ok shown $(basename "$picture")"

@@ -150,6 +150,31 @@ plot_draws_every_curve_of_several_runs() {
     paths "$work/alone.svg" >"$work/p1" && paths "$work/whole.svg" >"$work/p2" && cmp "$work/p1" "$work/p2"
 }
 
+# In each panel, which has a frame of four corners before its curves, every point of a curve is inside the frame and not
+# on it: flat curves, a learning rate that stays at its maximum, counts that begin at zero.
+no_curve_lies_on_the_frame() {
+    awk 'BEGIN { for (i = 1; i <= 20; i++)
+            printf "{\"iteration\": %d, \"lm_loss\": %g, \"grad_norm\": 1.5, \"learning_rate\": %g, " \
+                "\"tokens_per_second\": 5000, \"peak_memory_bytes\": 2147483648, \"skipped_iterations\": %d, " \
+                "\"reward\": %g}\n", i, 7 - i / 10, (i < 10 ? i * 1e-4 : 1e-3), (i > 12), i / 20 }' >"$work/f.jsonl"
+    make -s plot RUN="$work/f.jsonl" OUT="$work/f.svg" >"$work/out" 2>&1 || return 1
+    awk 'BEGIN { RS = "<path " }
+        { match($0, /d=.[^\047]*/); path = substr($0, RSTART + 3, RLENGTH - 3); count = 0 }
+        { gsub(/[MLZ,]/, " ", path); count = split(path, at, /[ \t\n]+/); first = at[1] == "" ? 2 : 1 }
+        /^stroke=.black/ && /Z/ { left = at[first]; top = at[first + 1]; bottom = at[first + 3]; right = at[first + 4] }
+        /^stroke=.rgb/ {
+            curves++
+            for (i = first; i + 1 <= count; i += 2) {
+                points++
+                if (at[i] > left + 2 && at[i] < right - 2 && at[i + 1] > top + 2 && at[i + 1] < bottom - 2) continue
+                print at[i] ", " at[i + 1] " of a curve in the frame " left " to " right ", " top " to " bottom
+                bad = 1
+            }
+        }
+        END { if (curves != 7 || points < 7 * 20) { print curves " curves, " points " points"; bad = 1 }; exit bad }
+        ' "$work/f.svg"
+}
+
 plot_says_what_is_no_metrics_file() {
     echo nonsense >"$work/x.jsonl"
     ! make -s plot RUN="$work/x.jsonl" >"$work/out" 2>&1 && grep -q 'has no line with' "$work/out"
@@ -178,6 +203,7 @@ fi
 check a_folder_that_cannot_be_written_is_an_error a_folder_that_cannot_be_written_is_an_error_before_training
 if command -v gnuplot >/dev/null; then
     check plot_draws_every_curve_of_several_runs plot_draws_every_curve_of_several_runs
+    check no_curve_lies_on_the_frame no_curve_lies_on_the_frame
     check plot_says_what_is_no_metrics_file plot_says_what_is_no_metrics_file
     check plot_runs_nothing_from_a_files_name plot_runs_nothing_from_a_files_name
 else

@@ -7,6 +7,7 @@
 #include "profile.h"
 
 #include <math.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,6 +36,7 @@ static struct {
     int64_t iteration;             // of the job, before this run
     int64_t step, first, last;     // steps of this run, from 1
     double clock_offset;           // to rank 0's clock
+    int cores;                     // that the ranks share; 0: unknown, or the ranks are on several hosts
     trace_lane lanes[TRACE_LANES]; // lane 0 has the phases
     int num_lanes;
     trace_event *events;
@@ -79,6 +81,23 @@ static bool clock_is_shared(const mt_group *world) {
     return own[0] && strcmp(own, first) == 0;
 }
 
+/* The number of cores on which at least one rank of `world` may run, for ranks on one host; 0 if it is unknown. */
+static int count_cores(const mt_group *world) {
+#ifdef CPU_SETSIZE
+    double mine[CPU_SETSIZE] = {0}; // 1: this rank may run on the core
+    int cores = 0;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0)
+        for (int core = 0; core < CPU_SETSIZE; core++) mine[core] = CPU_ISSET(core, &allowed) != 0;
+    mt_all_reduce_max(world, mine, CPU_SETSIZE, MT_F64);
+    for (int core = 0; core < CPU_SETSIZE; core++) cores += mine[core] > 0;
+    return cores;
+#else
+    (void)world;
+    return 0;
+#endif
+}
+
 /* ---- recording */
 
 int mt_trace_open(const mt_run_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
@@ -100,7 +119,10 @@ int mt_trace_open(const mt_run_options *options, const mt_grid *grid, const mt_r
     trace.step = 0;
     trace.first = options->trace_first_step;
     trace.last = options->trace_last_step < steps ? options->trace_last_step : steps;
-    trace.clock_offset = clock_is_shared(&grid->world) ? 0 : offset;
+    bool one_host = clock_is_shared(&grid->world);
+    int cores = count_cores(&grid->world);
+    trace.clock_offset = one_host ? 0 : offset;
+    trace.cores = one_host ? cores : 0;
     trace.num_lanes = 1;
     return 0;
 }
@@ -250,7 +272,11 @@ static char *print_part(double origin, size_t *bytes) {
     FILE *text = open_memstream(&memory, bytes);
     int rank = trace.grid->world.rank;
     if (!text) mt_die("no memory for a trace");
-    if (rank == 0) fprintf(text, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    if (rank == 0) {
+        fprintf(text, "{\"displayTimeUnit\":\"ms\",");
+        if (trace.cores > 0) fprintf(text, "\"otherData\":{\"cores\":%d},", trace.cores);
+        fprintf(text, "\"traceEvents\":[\n");
+    }
     write_names(text);
     for (int64_t i = 0; i < trace.num_events; i++) write_event(&trace.events[i], rank, origin, text);
     if (fclose(text) != 0) mt_die("no memory for a trace");

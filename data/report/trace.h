@@ -1,7 +1,7 @@
 /* trace.h: the timeline of some training steps on every rank, as a file for chrome://tracing and ui.perfetto.dev
  * (Google, "Trace event format"). A rank is a process of the trace. Its threads are the phases of the step,
  * computation, and each kind of communication, with one more thread for each further stream. Times are those of rank
- * 0's clock. */
+ * 0's clock. Where all ranks run on one host, "otherData" has the number of cores that they share. */
 #ifndef MT_TRACE_H
 #define MT_TRACE_H
 

@@ -89,16 +89,29 @@ panel() {
     printf "set title '%s'\nset format y '%s'\nplot %s\n" "$1" "$2" "$(curve "$3")" >>"$work/panels"
 }
 
+# from_zero COLUMN: the next panel's axis has zero and the column's largest number, with room around them; from_any: the
+# numbers of the panel.
+from_zero() {
+    for i in $(seq "$number"); do cat "$work/$i"; done | awk -v column="$1" '
+        $column != "NaN" && $column > most { most = $column }
+        END { printf("set yrange [%g:%g]\n", -0.05 * most, (most > 0 ? 1.05 * most : 1)) }' >>"$work/panels"
+}
+from_any() {
+    printf 'set yrange [*:*]\nset autoscale yfix\n' >>"$work/panels"
+}
+
 panels=1
 : >"$work/panels"
 panel 'gradient norm (before clipping)' '%g' 4
-echo 'set yrange [0:*]' >>"$work/panels"
+from_zero 6
 panel 'tokens per second' '%.0f' 6
+from_zero 7
 panel 'memory of a rank, GiB' '%g' 7 0
-echo 'set yrange [*:*]' >>"$work/panels"
+from_any
 panel 'learning rate' '%.1e' 5
-echo 'set yrange [0:*]' >>"$work/panels"
-panel 'steps skipped so far' '%.0f' 8 0
+from_zero 8
+panel 'steps skipped so far' '%g' 8 0
+from_any
 panel 'reward' '%.1f' 9
 rows=$(((panels + 1) / 2))
 shown="set title 'loss'
@@ -117,6 +130,10 @@ set datafile missing 'NaN'
 set key noenhanced
 set grid
 set xlabel 'iteration'
+# room around the curves, so that no part of them lies on the frame
+set offsets graph 0.02, graph 0.02, graph 0.05, graph 0.05
+set autoscale xfix
+set autoscale yfix
 set terminal $terminal
 set output 'curves'
 set multiplot layout $rows,2
