@@ -522,14 +522,18 @@ deps:
 # The pages of `make book` are made by pandoc; they and that of `make trace` are tested in chromium, where the
 # distribution has it as a package of its own.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
+# No distribution has pyarrow and duckdb for the suite parquet: pip installs them in a folder of build/.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
 deps-dev: deps
-	$(call install_packages,clang clang-format shellcheck python3-yaml iproute2 pandoc $(CLANG:%=libomp-%-dev) \
-		$(if $(shell apt-cache show chromium 2>/dev/null),chromium) \
+	$(call install_packages,clang clang-format shellcheck python3-yaml python3-venv iproute2 pandoc \
+		$(CLANG:%=libomp-%-dev) $(if $(shell apt-cache show chromium 2>/dev/null),chromium) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute pandoc chromium,\
 		llvm shellcheck pandoc)
+	@mkdir -p build; build/python/bin/python -c 'import pyarrow, duckdb' 2>/dev/null || \
+		{ python3 -m venv build/python && build/python/bin/pip -q install pyarrow duckdb; } >build/pip.log 2>&1 || \
+		echo "pip installs no pyarrow (build/pip.log): the suite parquet is skipped in part"
 
 endif

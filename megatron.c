@@ -5363,6 +5363,7 @@ static mt_policy_term mt_clipped_surrogate(const mt_policy_config *c, double cli
 /* The ratio that all tokens of a sequence share, and its derivative's factors. */
 typedef struct mt_policy_sequence {
     double ratio, dratio, advantage; // dratio: d ratio / d logp times the tokens; advantage: the mean
+    double weight;                   // GMPO: the geometric mean of the rollout weights
 } mt_policy_sequence;
 
 static double mt_log_ratio(const mt_loss_tokens *t, int64_t i) {
@@ -5379,21 +5380,39 @@ static double mt_gmpo_log_ratio(const mt_policy_config *c, double x, double adva
 static mt_policy_sequence mt_policy_sequence_ratio(const mt_loss_tokens *t, const mt_policy_config *c,
                                                    const mt_span *sequence, int64_t counted) {
     bool gmpo = c->variant == MT_POLICY_GMPO;
-    double sum = 0, advantages = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
+    double sum = 0, advantages = 0, weights = 0, tokens = (double)counted + (gmpo ? MT_MEAN_EPSILON : 0);
     int64_t end;
     for (int64_t i = mt_sequence_tokens(sequence, &end); i < end; i++) {
         if (t->mask[i] == 0) continue;
         double x = mt_log_ratio(t, i);
         sum += gmpo ? mt_gmpo_log_ratio(c, x, t->advantages[i]) : x;
         advantages += t->advantages[i];
+        if (t->rollout_weights) weights += log(t->rollout_weights[i] + 1e-10); // verl's, for weights of 0
     }
     double mean = sum / tokens, ratio = exp(gmpo ? mean : mt_minimum(mean, 10));
-    return (mt_policy_sequence){ratio, gmpo || !(mean > 10) ? ratio : 0, advantages / tokens};
+    return (mt_policy_sequence){ratio, gmpo || !(mean > 10) ? ratio : 0, advantages / tokens, exp(weights / tokens)};
+}
+
+/* A loss -A w logp whose weight w has no gradient; w is changed from r: `clipped`. */
+static mt_policy_term mt_weighted_logp(double advantage, double weight, double logp, bool clipped) {
+    double dlogp = -weight * advantage;
+    return (mt_policy_term){.loss = dlogp * logp, .dlogp = dlogp, .clipped = clipped};
+}
+
+/* True if DPPO leaves a token out: the policy has moved by more than its bound in the direction of its advantage. */
+static bool mt_dppo_masks(const mt_policy_config *c, double logp, double x, double advantage) {
+    double p = exp(logp), old_logp = logp - x, old = exp(old_logp), moved = p - old;
+    if (c->variant == MT_POLICY_DPPO_TV)
+        return !(advantage > 0 ? moved <= c->clip_ratio_high : moved >= -c->clip_ratio_low);
+    double divergence = old * -x + (1 - old) * log((1 - old + MT_MEAN_EPSILON) / (1 - p + MT_MEAN_EPSILON));
+    return !(advantage > 0 ? divergence <= c->clip_ratio_high || moved <= 0
+                           : divergence <= c->clip_ratio_low || moved >= 0);
 }
 
 static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i,
                                       const mt_policy_sequence *sequence) {
     double advantage = t->advantages[i], x = mt_log_ratio(t, i), ratio = exp(mt_bounded(x, -20, 20));
+    bool selected = t->selected && t->selected[i] != 0;
     mt_policy_term term = {0};
     switch (c->variant) {
     case MT_POLICY_PPO:
@@ -5405,11 +5424,53 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term = mt_clipped_surrogate(c, 0, sequence->ratio, advantage);
         if (sequence->dratio == 0) term.dlogp = 0;
         break;
-    case MT_POLICY_CISPO: {
+    case MT_POLICY_CISPO:
+    case MT_POLICY_TIS: {
         double clipped = mt_bounded(ratio, 1 - c->clip_ratio_low, 1 + c->clip_ratio_high);
-        term.dlogp = -clipped * advantage, term.loss = term.dlogp * t->logp[i], term.clipped = ratio != clipped;
+        term = mt_weighted_logp(advantage, clipped, t->logp[i], ratio != clipped);
         break;
     }
+    case MT_POLICY_TOPR: {
+        double weight = selected ? c->weight_pos : c->weight_neg * mt_minimum(ratio, 1);
+        term = mt_weighted_logp(advantage, weight, t->logp[i], !selected && ratio > 1);
+        break;
+    }
+    case MT_POLICY_DPPO_TV:
+    case MT_POLICY_DPPO_KL: {
+        double bounded = c->clip_ratio_c > 0 ? mt_minimum(ratio, c->clip_ratio_c) : ratio;
+        bool masked = mt_dppo_masks(c, t->logp[i], x, advantage);
+        term = mt_weighted_logp(advantage, masked ? 0 * ratio : bounded, t->logp[i], masked); // NaN stays
+        term.clipped_lower = !masked && ratio != bounded;
+        break;
+    }
+    case MT_POLICY_SAPO: {
+        double tau = advantage > 0 ? c->tau_pos : c->tau_neg, gate = 1 / (1 + exp(-tau * (ratio - 1)));
+        term.loss = -advantage * gate * 4 / tau;
+        term.dlogp = fabs(x) > 20 ? 0 : -advantage * 4 * gate * (1 - gate) * ratio;
+        break;
+    }
+    case MT_POLICY_DRO:
+    case MT_POLICY_KIMI15:
+        term.loss = -advantage * t->logp[i] + c->beta / 2 * x * x, term.dlogp = -advantage + c->beta * x;
+        break;
+    case MT_POLICY_OPMD:
+        term = mt_weighted_logp(advantage, 1 / (1 + c->beta), t->logp[i], false);
+        break;
+    case MT_POLICY_SPPO: {
+        double clipped = mt_bounded(x, -log1p(c->clip_ratio_low), log1p(c->clip_ratio_high));
+        term.clipped = x != clipped;
+        term.loss = -advantage * clipped, term.dlogp = term.clipped ? 0 * x : -advantage;
+        break;
+    }
+    case MT_POLICY_KL_COV:
+        term.loss = -advantage * ratio, term.dlogp = fabs(x) > 20 ? 0 : term.loss;
+        if (selected) term.loss += c->kl_cov_coef * fabs(x), term.dlogp += c->kl_cov_coef * ((x > 0) - (x < 0));
+        break;
+    case MT_POLICY_CLIP_COV:
+        term = mt_clipped_surrogate(c, 0, ratio, advantage);
+        if (fabs(x) > 20) term.dlogp = 0;
+        if (selected) term = (mt_policy_term){.loss = 0 * term.loss, .dlogp = 0 * term.loss, .clipped = true};
+        break;
     case MT_POLICY_GMPO:
         term.loss = -advantage * sequence->ratio;
         if (advantage != 0 && mt_gmpo_log_ratio(c, x, advantage) == x)
@@ -5418,8 +5479,12 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = advantage < 0 && (x < -c->clip_ratio_low || x > c->clip_ratio_high);
         break;
     case MT_POLICY_GPG:
-        term.dlogp = -advantage, term.loss = -advantage * t->logp[i];
+        term = mt_weighted_logp(advantage, 1, t->logp[i], false);
         break;
+    }
+    if (t->rollout_weights) {
+        double weight = c->variant == MT_POLICY_GMPO ? sequence->weight : t->rollout_weights[i];
+        term.loss *= weight, term.dlogp *= weight;
     }
     return term;
 }
@@ -5445,7 +5510,8 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
-    sums->metrics[MT_POLICY_PPO_KL] -= mt_bounded(mt_log_ratio(t, i), -20, 20);
+    double x = mt_bounded(mt_log_ratio(t, i), -20, 20);
+    sums->metrics[MT_POLICY_PPO_KL] += c->variant == MT_POLICY_KL_COV ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
@@ -5453,7 +5519,7 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
     bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
     mt_aggregation aggregation = c->aggregation;
-    if (by_sequence) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (by_sequence || c->variant == MT_POLICY_SAPO) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
     for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
@@ -5655,18 +5721,19 @@ typedef struct mt_norm {
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
-    int64_t number; // in the whole model
-    int64_t index;  // in its chunk
-    int64_t bucket;
-    int64_t expert_bucket;  // -1: an MLP, no experts
-    int64_t moe_index;      // among this rank's layers with experts
-    int64_t F;              // width here of the MLP or the shared expert; 0: none
-    int64_t G;              // heads here of keys and values
+    int64_t number;         // in the whole model
+    int64_t index;          // in its chunk
     struct mt_slots *slots; // saved by its forward
     int64_t recompute_unit; // index in its chunk of the first layer of its unit of recomputation: mt_layers_forward
     bool recomputed;        // full recomputation: of a unit only the input is kept
     int64_t offload_bytes;  // of its offloaded slots
     int offload_buffer;     // that they lie in
+    /* from here on, all depths of a repeated module are equal: see mt_mtp_share */
+    int64_t bucket;
+    int64_t expert_bucket; // -1: an MLP, no experts
+    int64_t moe_index;     // among this rank's layers with experts
+    int64_t F;             // width here of the MLP or the shared expert; 0: none
+    int64_t G;             // heads here of keys and values
     mt_layer_kind kind;
     mt_norm input_norm;
     mt_linear qkv; // C -> (H + 2G) D
@@ -5725,6 +5792,12 @@ static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
 }
 
+/* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
+static bool mt_has_rope(const mt_options *o) {
+    bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+}
+
 bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
@@ -5756,11 +5829,11 @@ static const mt_mixer_kind mt_variant_mixers[] = {
 
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
-    char half = o->hybrid_layers ? o->hybrid_layers[letter] : 0;
+    bool of_module = o->hybrid_layers && o->mtp_hybrid_layers && layer >= o->num_layers;
+    char half = o->hybrid_layers && !of_module ? o->hybrid_layers[letter] : 0;
     bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
     bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
-    bool has_rope =
-        o->position_embedding_type == MT_POSITION_ROPE && (!o->rope_layers || o->rope_layers[letter] == '1');
+    bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
     bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
     mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
     if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
@@ -5770,6 +5843,11 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
     if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
+    if (of_module) { // its halves
+        bool has_mlp = strchr(o->mtp_hybrid_layers, '-') != NULL, visits = strchr(o->mtp_hybrid_layers, 'E') != NULL;
+        if (*o->mtp_hybrid_layers != '*') kind.mixer = MT_MIXER_NONE, has_rope = false;
+        kind.feed_forward = visits ? MT_FEED_FORWARD_EXPERTS : has_mlp ? MT_FEED_FORWARD_DENSE : MT_FEED_FORWARD_NONE;
+    }
     kind.window = has_window ? o->window_size : 0;
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
@@ -5793,6 +5871,10 @@ bool mt_has_states(const mt_options *o) {
         if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return true;
     }
     return false;
+}
+
+int64_t mt_num_mtp_modules(const mt_options *o) {
+    return o->mtp_use_repeated_layer ? mt_min(o->mtp_num_layers, 1) : o->mtp_num_layers;
 }
 
 int64_t mt_num_dense_layers(const mt_options *o) {
@@ -5899,6 +5981,7 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
+    X(LATENT_NORMS, attends && o->multi_latent_attention && o->qk_layernorm, "--qk-layernorm")                         \
     X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
     X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
     X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
@@ -6194,8 +6277,8 @@ static const mt_role_row mt_role_rows[] = {
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
     MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm.weight, MT_HAS(MTP), 0,
             "hnorm.weight", [MT_NAMES_MIMO] = "hidden_layernorm.weight"),
-    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0,
-            "shared_head.norm.weight", [MT_NAMES_MIMO] = "final_layernorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm.weight, MT_HAS(MTP), 0, "shared_head.norm.weight",
+            [MT_NAMES_MIMO] = "final_layernorm.weight", [MT_NAMES_NEMOTRON_H] = "final_layernorm.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_embedding_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM),
             0, "enorm.bias"),
     MT_ROLE(MTP_HIDDEN_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_hidden_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
@@ -6228,8 +6311,10 @@ static const mt_role_row mt_role_rows[] = {
             "post_feedforward_layernorm.weight"),
     MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM),
             MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
-    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
-    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT) | MT_HAS(LATENT_NORMS), 0,
+            "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT) | MT_HAS(LATENT_NORMS), 0,
+            "self_attn.kv_a_layernorm.weight"),
     MT_ROLE(INDEXER_K_NORM, LAYER, NORM, INDEXER_D, ONE, indexer_k_norm.weight, MT_HAS(INDEXER), 0,
             "self_attn.indexer.k_norm.weight"),
     MT_ROLE(INDEXER_K_NORM_BIAS, LAYER, NORM_BIAS, INDEXER_D, ONE, indexer_k_norm.bias, MT_HAS(INDEXER), 0,
@@ -6368,6 +6453,16 @@ static const struct {
     {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
 };
 
+/* The number of the layer with one half, in which Nemotron-H has a parameter of a module: the first one begins with the
+ * projection, the last one ends with the norm. */
+static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
+    int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
+    bool of_feed_forward =
+        row->field >= offsetof(mt_layer, mlp_norm) && row->field < offsetof(mt_layer, mtp_embedding_norm);
+    bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
+    return module * halves + (is_last ? halves - 1 : 0);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
     mt_hf_family family = table->options->hf_family;
@@ -6378,6 +6473,8 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
     else if (module >= 0 && of_qwen)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
+    else if (module >= 0 && table->family->names == MT_NAMES_NEMOTRON_H)
+        snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)mt_module_half(table->options, row, module));
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
@@ -6549,13 +6646,18 @@ static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t la
     if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
 }
 
+/* Layers of a chunk that have parameters of their own: a repeated module is one. */
+static int64_t mt_stage_own_layers(const mt_options *o, const mt_stage *stage) {
+    return stage->num_layers + mt_min(stage->num_mtp, mt_num_mtp_modules(o));
+}
+
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
     if (stage->embedding) {
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+    for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
         mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
     }
@@ -6669,7 +6771,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
-    for (int64_t i = 0; i < at->num_stages; i++) layers += at->stages[i].num_layers + at->stages[i].num_mtp;
+    for (int64_t i = 0; i < at->num_stages; i++) layers += mt_stage_own_layers(options, &at->stages[i]);
     int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
@@ -6678,7 +6780,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
         mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
-        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+        for (int64_t k = 0; k < mt_stage_own_layers(options, &at->stages[i]); k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
     if (options->lora_rank > 0) mt_params_add_adapters(&table);
     mt_params_set_offsets(&table);
@@ -6896,9 +6998,10 @@ static void *mt_model_calloc(mt_model *m, int64_t bytes) {
 
 /* Tables that some layer of the model reads. */
 static bool mt_rope_table_used(const mt_options *o, mt_layer_rope which) {
-    for (int64_t layer = 0; layer < o->num_layers && which != MT_ROPE_NONE; layer++)
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    for (int64_t layer = 0; layer < layers && which != MT_ROPE_NONE; layer++)
         if (mt_layer_kind_of(o, layer).rope == which) return true;
-    for (int64_t layer = 0; layer < o->num_layers && which == MT_ROPE_MODEL; layer++)
+    for (int64_t layer = 0; layer < layers && which == MT_ROPE_MODEL; layer++)
         if (mt_mixer_is_latent(mt_layer_kind_of(o, layer).mixer)) return true;
     return false;
 }
@@ -6910,7 +7013,7 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 }
 
 double mt_rope_frequency(const mt_options *o, mt_layer_rope which, int64_t i, int64_t R) {
-    if (o->position_embedding_type != MT_POSITION_ROPE) return 0; // latent attention without RoPE
+    if (!mt_has_rope(o)) return 0; // latent attention without RoPE
     if (which == MT_ROPE_WINDOW) return pow(o->window_rotary_base, -2.0 * (double)i / (double)R);
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
     if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
@@ -7539,8 +7642,8 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     latent->stash_of = offsetof(mt_layer, latent), latent->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, q_latent, R, o->q_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
     MT_SLOT(s, kv_latent, R, o->kv_lora_rank, m->dtype)->input = MT_OFFLOAD_QKV_LINEAR;
-    if (o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
-    MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
+    if (o->qk_layernorm && o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
+    if (o->qk_layernorm) MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
     mt_core_attention_slots(m, s);
 }
 
@@ -7856,16 +7959,14 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
  * to heads. Each tensor-parallel rank computes the latents of its rows and then its share of the heads, so the latents,
  * not the hidden states, enter the tensor-parallel region. */
 
-/* The epsilon of Hugging Face transformers, independent of rms_norm_eps. */
-static const float mt_latent_epsilon = 1e-6f;
-
 /* The norm of the query's latent (kv 0), or of the key's and value's, which follows it in a row. The backward adds dy
  * and dx. */
 static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                    int kv) {
     const mt_weight *weight = kv ? &w->kv_a_norm : &w->q_a_norm;
     int64_t q_rank = m->options->q_lora_rank, rank = kv ? m->options->kv_lora_rank : q_rank, column = kv ? q_rank : 0;
-    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = mt_latent_epsilon};
+    double own = m->options->latent_norm_epsilon, epsilon = own > 0 ? own : m->options->norm_epsilon;
+    mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = (float)epsilon};
     n.x = mt_at(a->latent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
     n.w_offset = mt_norm_offset(m->options);
@@ -7874,12 +7975,27 @@ static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt
     return n;
 }
 
+/* The latent behind its norm, packed; without qk_layernorm the latent itself. */
+static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
+                                   int kv) {
+    mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    int64_t size = mt_dtype_size(m->dtype);
+    if (m->options->qk_layernorm)
+        m->ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    else
+        m->ops->memory_copy_rows(norm.y, norm.C * size, norm.x, norm.x_stride * size, norm.T, norm.C * size, p->stream);
+}
+
 /* dlatent, the gradient of the latents before the norm, from dy, that of the latent after it. */
 static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                     int kv, const void *dy, void *dlatent) {
     mt_norm_args norm = mt_latent_norm(m, p, w, a, kv);
+    int64_t size = mt_dtype_size(m->dtype);
     norm.dy = dy, norm.dx = mt_at(dlatent, kv ? m->options->q_lora_rank : 0, m->dtype);
-    m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    if (m->options->qk_layernorm)
+        m->ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    else
+        m->ops->memory_copy_rows(norm.dx, norm.dx_stride * size, dy, norm.C * size, norm.T, norm.C * size, p->stream);
 }
 
 /* RoPE of the shared rope channels of the keys; and the assembly of the heads. */
@@ -7897,13 +8013,12 @@ static int64_t mt_rope_column(const mt_options *o) {
     return o->q_lora_rank + o->kv_lora_rank;
 }
 
-/* x[R, C] -> latents, normalised. */
+/* x[R, C] -> latents, normalised with qk_layernorm. */
 static void mt_latent_down_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
                                    const void *x) {
     mt_layer_linear_forward(p, a, &w->latent, x, a->latent);
-    mt_norm_args q_norm = mt_latent_norm(m, p, w, a, 0), kv_norm = mt_latent_norm(m, p, w, a, 1);
-    if (m->options->q_lora_rank > 0) m->ops->rmsnorm_forward(&q_norm, m->dtype, p->stream);
-    m->ops->rmsnorm_forward(&kv_norm, m->dtype, p->stream);
+    if (m->options->q_lora_rank > 0) mt_latent_norm_forward(m, p, w, a, 0);
+    mt_latent_norm_forward(m, p, w, a, 1);
 }
 
 /* Latents -> q, k and v; without a latent of q, q from x. */
@@ -8481,9 +8596,14 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     }
 }
 
-/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. */
-static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_routing *r) {
+/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its depths'
+ * auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
+ * Megatron-Core 0.19 computes these. */
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = m->experts;
+    const mt_options *o = m->options;
+    bool divides = w->number >= o->num_layers && o->mtp_use_repeated_layer && !o->hybrid_layers;
+    float aux_scale = m->loss_scale / (float)(divides ? o->mtp_num_layers : 1);
     float *sums = r->aux_stats;
     float z_scale = (float)m->options->moe_z_loss_coeff * m->loss_scale;
     for (int i = 0; i < MT_NUM_AUX_LOSSES; i++) {
@@ -8491,7 +8611,7 @@ static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_r
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
         a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
-        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * m->loss_scale, a.z_scale = z_scale;
+        a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * aux_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
         z_scale = 0; // once
@@ -8597,7 +8717,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    mt_aux_loss_backward(m, p, r);
+    mt_aux_loss_backward(m, p, w, r);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -10459,8 +10579,8 @@ static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float
 /* Counts the tokens whose operand is not finite. `own`: the model's log-probabilities or values; where they are finite
  * and the divergence is not, the teacher's logits are at fault. */
 static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_loss_tokens *t, const double *own) {
-    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp, t->ref_logp, t->advantages, t->returns,
-                                                      t->old_values};
+    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp,   t->ref_logp,        t->advantages, t->returns,
+                                                      t->old_values, t->rollout_weights, t->selected};
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
@@ -10476,8 +10596,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     bool has_values = m->options->head_type != MT_HEAD_LM, uses_entropy = out->dentropy && !has_values;
     mt_loss_sums sums = {0};
     mt_loss_tokens tokens = {.T = n, .num_sequences = p->whole->num_spans, .sequences = p->whole->spans};
-    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp, &tokens.advantages,
-                                                 &tokens.returns, &tokens.old_values};
+    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,   &tokens.advantages,
+                                                 &tokens.returns,  &tokens.old_values, &tokens.rollout_weights,
+                                                 &tokens.selected};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
         if (!(m->plan.loss->inputs & 1u << i)) continue;
         for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
@@ -10700,13 +10821,15 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * state of position t and the normalised embedding of token t + k; its projection, transformer layer and norm follow;
  * the model's head predicts token t + k + 1. As in Megatron, the hidden state is the input of the previous head: that
  * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
- * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. Invariants: the host
+ * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
+ * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
+ * and all add to the same gradients. Invariants: the host
  * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
  * use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;   // modules of this rank
+    int64_t count;   // modules of this rank, or depths of its repeated module
     mt_batch rolled; // on the host: a micro-batch shifted by k tokens
     float *weights;  // on the host: weights of the tokens of `rolled`
     float *logp;     // [max_logits]
@@ -10773,6 +10896,18 @@ static int64_t mt_mtp_index(const mt_model *m, const mt_pass *p, int64_t k) {
 }
 static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
     return &m->layers[m->first_local[p->mb->chunk] + mt_mtp_index(m, p, k)];
+}
+
+/* True if this is a further depth of the module before it, with that module's parameters. */
+static bool mt_mtp_repeats(const mt_model *m, const mt_layer *w) {
+    return w->number > m->options->num_layers && m->options->mtp_use_repeated_layer;
+}
+
+/* Gives all depths of a repeated module the parameters of the first, whenever their pointers change. */
+static void mt_mtp_share(const mt_model *m) {
+    size_t first = offsetof(mt_layer, bucket);
+    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++)
+        if (mt_mtp_repeats(m, w)) memcpy((char *)w + first, (const char *)(w - 1) + first, sizeof *w - first);
 }
 
 /* The first column of a half of joined[R, 2C]: 0: embedding, 1: hidden state, which comes first in MiMo. */
@@ -10842,6 +10977,8 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
         mt_output *out = &p->mb->outputs[1 + k];
+        mt_pass own = *p; // of the buckets of the module
+        own.last = p->last && !mt_mtp_repeats(m, w);
         mt_head_backward(m, p, out, p->batch->mtp_labels + k * p->T, dnormed);
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
@@ -10851,7 +10988,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
         mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
-        mt_layer_release(m, p, w, true, true);
+        mt_layer_release(m, &own, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
         mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
@@ -11468,6 +11605,7 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
+    if (m->params[b->first_param + b->num_params - 1].layer >= m->options->num_layers) mt_mtp_share(m);
 }
 
 /* True if micro-batches compute gradients in a shared fp32 buffer, which is added to the shard or to main_grads. */
@@ -12920,7 +13058,7 @@ static void mt_experts_update_biases(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
-        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0) continue;
+        if (!m->layers[i].router_bias.w || m->options->lora_rank > 0 || mt_mtp_repeats(m, &m->layers[i])) continue;
         if (m->options->moe_router_quantile_bias && !mt_has_quantiles(m)) continue;
         mt_wait_reader(m);
         if (mt_has_quantiles(m)) {
@@ -12958,9 +13096,9 @@ static void mt_fp8_update_scales(mt_model *m) {
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
-    int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
-    double sums[3] = {0}, worst = 0; // imbalances, choices, kept choices
-    if (layers == 0) return;
+    int64_t E = e->router.num_experts;
+    double sums[4] = {0}, worst = 0; // imbalances, choices, kept choices, layers
+    if (mt_num_expert_layers(o) == 0) return;
     for (int64_t layer = 0; layer < e->num_layers; layer++) {
         double total = 0, greatest = 0;
         for (int64_t i = layer * E; i < (layer + 1) * E; i++) {
@@ -12970,9 +13108,9 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
         }
         double imbalance = greatest * (double)E / fmax(total, 1);
         worst = fmax(worst, imbalance);
-        sums[0] += imbalance, sums[1] += total;
+        sums[0] += imbalance, sums[1] += total, sums[3]++;
     }
-    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
+    mt_all_reduce_sum(&m->grid->pipeline, sums, 4, MT_F64);
     mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
     if (sums[1] == 0) return;                             // a step of padding
     double visits = sums[1] / (double)o->moe_router_topk; // tokens times layers
@@ -12982,7 +13120,7 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
         metrics->load_balancing_loss += metrics->aux_losses[i];
     }
     metrics->z_loss = o->moe_z_loss_coeff * result->losses[MT_NUM_AUX_LOSSES] / visits;
-    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
+    metrics->imbalance = sums[0] / sums[3], metrics->worst_imbalance = worst;
     metrics->dropped = 1 - sums[2] / sums[1];
 }
 
@@ -12990,7 +13128,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
  * rank calls this and writes the same text; `text` is unchanged if all router logits are finite. */
 static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
     const mt_group *world = &m->grid->world;
-    double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
+    double none = (double)((m->options->num_layers + m->options->mtp_num_layers) * world->size);
+    double mine = none, first, count = 0;
     if (m->options->num_experts == 0) return;
     for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
         double key = (double)(w->number * world->size + world->rank);
@@ -13254,6 +13393,7 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
                  {MT_OPERAND_TEACHER, "the logits of the teacher (--teacher-load)"},
                  {MT_OLD_VALUES, "the values of the critic"},
                  {MT_OLD_LOGP, "the old log-probabilities"},
+                 {MT_ROLLOUT_WEIGHTS, "the rollout weights"},
                  {MT_ADVANTAGES, "the advantages"},
                  {MT_RETURNS, "the returns"}};
     if (fault) return fault;
@@ -14119,7 +14259,8 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
     e->exchange.sequence_parallel = e->dispatcher->gathers, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     for (int64_t i = 0; i < m->num_layers; i++)
-        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
+        if (mt_layer_has_experts(o, m->layers[i].number) && !mt_mtp_repeats(m, &m->layers[i]))
+            m->layers[i].moe_index = e->num_layers++;
     bool copies = e->dispatcher->gathers && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
     e->exchange.overlaps = copies && e->num_layers > 0;
     int64_t size = e->group->size;
@@ -14723,6 +14864,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_linears(m);
     mt_model_adapters(m);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
+    mt_mtp_share(m);
     mt_model_slots(m, m->options);
     mt_model_links(m);
     if (m->plan.cache_rows > 0) mt_decode_create(m);

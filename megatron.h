@@ -425,6 +425,19 @@ typedef enum mt_policy_variant {
     MT_POLICY_CISPO,   // -A logp clip(r), without a gradient by r (2506.13585)
     MT_POLICY_GMPO,    // -A r, r the geometric mean of the sequence's clipped ratios (2507.20673); verl: geo_mean
     MT_POLICY_GPG,     // -A logp (2504.02546)
+    MT_POLICY_SAPO,    // -A 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (2511.20347)
+    MT_POLICY_DPPO_TV, // -A logp min(r, clip_ratio_c) without a gradient by r, 0 where the probability of the token has
+                       // moved on by more than clip_ratio_low or clip_ratio_high (2602.04879)
+    MT_POLICY_DPPO_KL, // the same, by the divergence between "this token" and "another" of old and new policy
+    MT_POLICY_DRO,     // -A logp + beta / 2 (log r)^2 (2405.19107)
+    MT_POLICY_KIMI15,  // the same, by ROLL's name (2501.12599)
+    MT_POLICY_KL_COV,  // -A r, for selected tokens + kl_cov_coef |log r| (2505.22617)
+    MT_POLICY_CLIP_COV, // PPO's without clip_ratio_c, 0 for selected tokens (2505.22617)
+    MT_POLICY_TIS,      // CISPO's, by ROLL's name
+    MT_POLICY_TOPR,     // -A logp for selected tokens, those of rewarded responses, else -A logp min(r, 1), without a
+                        // gradient by r (2503.14286)
+    MT_POLICY_OPMD,     // -A logp / (1 + beta) (Trinity-RFT)
+    MT_POLICY_SPPO,     // -A log r, r clipped (Trinity-RFT; 2108.05828)
 } mt_policy_variant;
 /* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
  */
@@ -442,11 +455,16 @@ typedef enum mt_preference_variant {
 } mt_preference_variant;
 /* Estimators of advantages: see data/learn/advantages.h. */
 typedef enum mt_adv_estimator {
-    MT_ADV_GAE,                 // arXiv 1506.02438; with a critic
-    MT_ADV_GRPO,                // score - the group's mean, also divided by its deviation (2402.03300)
-    MT_ADV_RLOO,                // score - the mean of the group's others (2402.14740)
-    MT_ADV_REINFORCE,           // the discounted return
-    MT_ADV_REINFORCE_PLUS_PLUS, // the same, whitened (2501.03262)
+    MT_ADV_GAE,                          // arXiv 1506.02438; with a critic
+    MT_ADV_GRPO,                         // score - the group's mean, also divided by its deviation (2402.03300)
+    MT_ADV_RLOO,                         // score - the mean of the group's others (2402.14740)
+    MT_ADV_REINFORCE,                    // the discounted return
+    MT_ADV_REINFORCE_PLUS_PLUS,          // the same, whitened (2501.03262)
+    MT_ADV_REINFORCE_PLUS_PLUS_BASELINE, // score - the group's mean, whitened (2501.03262)
+    MT_ADV_OPO,                          // score - the group's mean weighted by the responses' lengths (2505.23585)
+    MT_ADV_GPG,        // (score - the group's mean) times all responses by those with a score (2504.02546)
+    MT_ADV_GRPO_PASSK, // the group's best: its lead, also divided by the deviation; others 0 (2503.19595)
+    MT_ADV_REMAX,      // the discounted return - the score of a greedy response (2310.10505)
 } mt_adv_estimator;
 /* Divergences of the student p from the teacher q, softmaxes of K logits. */
 typedef enum mt_divergence_type {
@@ -615,6 +633,7 @@ typedef struct mt_options {
     bool dsa_indexer_use_sparse_loss; // over the selected keys; else over all that a query sees
     mt_indexer_ties dsa_indexer_ties;
     mt_position_embedding position_embedding_type;
+    double latent_norm_epsilon; // of the norms of latents, with qk_layernorm; 0: norm_epsilon
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
@@ -647,6 +666,7 @@ typedef struct mt_options {
     double moe_expert_capacity_factor;
     /* multi-token prediction; mtp_num_layers 0: none */
     int64_t mtp_num_layers;
+    bool mtp_use_repeated_layer; // one module, whose parameters every depth has
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
@@ -723,15 +743,16 @@ typedef struct mt_options {
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best; // best scores of a group of experts whose sum ranks the group; 2 for deepseek_v3
-    char *moe_layers;       // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
-    char *window_layers;    // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
-                            // window_size, none
-    char *rope_layers;      // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
-    char *linear_layers;    // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
-    char *hybrid_layers;    // [num_layers] letters of layers with one half: M Mamba-2, * attention, - MLP, E experts;
-                            // NULL: every layer has a mixer and a feed-forward
-    char *pipeline_letters; // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
-    int64_t num_iterations; // steps of the run, from train_iters or train_samples
+    char *moe_layers;        // [num_layers] letters, '1' for a layer with experts and '0' for one without; NULL: none
+    char *window_layers;     // [num_layers] letters, '1' for a layer with the sliding window; NULL: all or, without
+                             // window_size, none
+    char *rope_layers;       // [num_layers] letters, '1' for a layer with RoPE; NULL: all have it, or none
+    char *linear_layers;     // [num_layers] letters, '1' for a layer of experimental_attention_variant; NULL: none
+    char *hybrid_layers;     // [num_layers] letters of layers with one half: M Mamba-2, * attention, - MLP, E experts;
+                             // NULL: every layer has a mixer and a feed-forward
+    char *mtp_hybrid_layers; // with hybrid_layers: the letters of a module's layer, * or none, then -, E or none
+    char *pipeline_letters;  // the stages: E embedding, t layer, m MTP module, L loss, | between stages; NULL: none
+    int64_t num_iterations;  // steps of the run, from train_iters or train_samples
     mt_durations kept_durations;          // of the run that a checkpoint continues; decay 0: those of the options
     bool attention_output_bias, mlp_bias; // biases of o_proj (c_proj) and of the MLP
     mt_hf_family hf_family;               // whose names the parameters have
@@ -832,7 +853,7 @@ typedef struct mt_layer_kind {
 double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t i, int64_t R);
 
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
- * but with attention even if that one has another mixer. */
+ * but with attention even if that one has another mixer; or, with hybrid_layers, what mtp_hybrid_layers says. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
@@ -841,6 +862,8 @@ mt_dtype mt_options_dtype(const mt_options *options);
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
+/* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
+int64_t mt_num_mtp_modules(const mt_options *options);
 /* Layers with a dense feed-forward. */
 int64_t mt_num_dense_layers(const mt_options *options);
 /* True if its feed-forward is experts. */
@@ -2796,6 +2819,7 @@ typedef struct mt_loss_tokens {
     const double *logp, *entropy, *values;                                 // [T] of the model; NULL where it has none
     const double *divergence;                                              // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
+    const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
 } mt_loss_tokens;
 
@@ -2815,13 +2839,20 @@ typedef struct mt_aggregation {
     bool counts_empty; // means over sequences count those without counted tokens, as verl's geo_mean does
 } mt_aggregation;
 
-/* policy + kl_coef KL - entropy_coef entropy. */
+/* policy weight + kl_coef KL - entropy_coef entropy. */
 typedef struct mt_policy_config {
     mt_policy_variant variant;
-    mt_aggregation aggregation;             // GSPO and GMPO always take MT_SEQ_MEAN_TOKEN_MEAN
-    double clip_ratio_low, clip_ratio_high; // r is clipped to [1 - low, 1 + high]; GMPO: log r to [-low, high]
-    double clip_ratio_c;                    // dual clipping, above 1; 0: none
-    double kl_coef, entropy_coef;           // 0: none, and ref_logp or entropy may be NULL
+    mt_aggregation aggregation;    // GSPO, GMPO and SAPO always take MT_SEQ_MEAN_TOKEN_MEAN
+    double clip_ratio_low;         // r is clipped to [1 - low, 1 + high]; GMPO: log r to [-low, high]; SPPO: log r to
+    double clip_ratio_high;        // [-log(1 + low), log(1 + high)]; DPPO: bounds of the divergence
+    double clip_ratio_c;           // dual clipping, above 1; DPPO: of the ratio; 0: none
+    double beta;                   // DRO, KIMI15, OPMD
+    double tau_pos, tau_neg;       // SAPO: for A > 0, and others
+    double weight_pos, weight_neg; // TOPR: of the two kinds of responses
+    double kl_cov_coef;            // KL_COV
+    double cov_share;              // KL_COV, CLIP_COV: the share of tokens that is selected, at least one
+    double cov_low, cov_high;      // CLIP_COV: the range of covariances from which they are drawn
+    double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
 } mt_policy_config;
 
@@ -2836,7 +2867,8 @@ enum {
 };
 
 /* Adds to sums and to t->dlogp, t->dentropy. Reads logp, old_logp (NULL: the policy is the old one, r = 1), advantages
- * (NULL: no policy loss) and, with their coefficients, ref_logp and entropy. */
+ * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR)
+ * and, with their coefficients, ref_logp and entropy. */
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums);
 
 /* KL's estimate for one token; *dlogp: its derivative by logp. */
@@ -3143,7 +3175,7 @@ typedef struct mt_bucket {
 typedef struct mt_stage {
     int64_t first_layer, num_layers;
     bool embedding, loss; // the embeddings before the layers; the final norm and the output layer after them
-    int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
+    int64_t num_mtp;      // depths of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
 /* The part of the model that a rank holds: its chunks in order, its share of the tensor-parallel parameters, its
@@ -3181,11 +3213,13 @@ int64_t mt_param_rows_stored(const mt_param *param);
 
 /* Numbers of a token that a loss reads besides those of the model. */
 typedef enum mt_loss_input {
-    MT_OLD_LOGP,   // log-probability by the policy that generated the token
-    MT_REF_LOGP,   // by the reference model
-    MT_ADVANTAGES, // of the token
-    MT_RETURNS,    // the target of its value
-    MT_OLD_VALUES, // its value when it was generated
+    MT_OLD_LOGP,        // log-probability by the policy that generated the token
+    MT_REF_LOGP,        // by the reference model
+    MT_ADVANTAGES,      // of the token
+    MT_RETURNS,         // the target of its value
+    MT_OLD_VALUES,      // its value when it was generated
+    MT_ROLLOUT_WEIGHTS, // its weight in a policy loss, where generator and training differ
+    MT_SELECTED,        // 1 for tokens that a policy loss treats apart, else 0
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 

@@ -175,6 +175,7 @@ static const row model_rows[] = {
     {10, "", "latent", "--attention-value-scale 0.7"},
     {100, "", "", DROPOUT ";" DROPOUT ";--hidden-dropout 0 --attention-dropout 0.2"},
     {30, "embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
+    {50, "--mtp-num-layers 2", "", "--mtp-use-repeated-layer"},
 
     {20, "", "",
      "--sft --seq-length 64;--sft --sequence-packing --seq-length 48;--sft --variable-seq-lengths --seq-length "
@@ -220,6 +221,12 @@ static const row model_rows[] = {
     {30, "num-layers 4&" EXPERTS, HALVES, PATTERN "M*ME;" PATTERN "EM*-;" PATTERN "*EME"},
     {30, "num-layers 5&" EXPERTS, HALVES, PATTERN "ME*-M;" PATTERN "-M*EM"},
     {30, "num-layers 6&" EXPERTS, HALVES, PATTERN "MEM*EM;" PATTERN "M-*EME"},
+    {40, "hybrid-override-pattern&embedding-type", EXPERTS,
+     "--mtp-num-layers 1 --mtp-hybrid-override-pattern *-;--mtp-num-layers 2 --mtp-hybrid-override-pattern - "
+     "--mtp-use-repeated-layer;--mtp-num-layers 2 --mtp-hybrid-override-pattern *- --mtp-use-repeated-layer"},
+    {40, "hybrid-override-pattern&embedding-type&" EXPERTS, "",
+     "--mtp-num-layers 1 --mtp-hybrid-override-pattern E;--mtp-num-layers 2 --mtp-hybrid-override-pattern *E "
+     "--mtp-use-repeated-layer"},
 
     {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},

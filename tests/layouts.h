@@ -82,6 +82,8 @@ typedef enum subject {
     MTP_PACKED,
     MTP_LAYERNORM, // with biases of all norms and linears
     MTP_LATENT,    // with experts, as in DeepSeek-V3
+    MTP_REPEATED,  // likewise, one module at three depths
+    MTP_HYBRID,    // one module of two halves at two depths
     DELAYED,       // LLAMA in fp8
     TENSORWISE,
     BLOCKWISE,
@@ -89,7 +91,7 @@ typedef enum subject {
     DELAYED_BIASED,
     DELAYED_EXPERTS, // with a shared expert
     BLOCKWISE_EXPERTS,
-    DELAYED_LATENT, // and multi-token prediction
+    DELAYED_LATENT, // and a repeated module of multi-token prediction
     MXFP8_LATENT,
     ADAPTED, // adapters of all matrices, with dropout, on a frozen base
     ADAPTED_QWEN,
@@ -103,6 +105,7 @@ typedef enum subject {
     SPARSE_SHARED, // indexers in every second layer, with RoPE on neighbouring channels; their loss over selected keys
     SPARSE_PACKED,
     SPARSE_MTP,
+    BARE_LATENT, // without norms of latents
     NUM_SUBJECTS
 } subject;
 
@@ -110,10 +113,11 @@ typedef enum subject {
 #define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
 #define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
 #define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
-#define LATENT_LIKE                                                                                                    \
+#define BARE_LATENT_LIKE                                                                                               \
     " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
     " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
     " --qk-pos-emb-head-dim 4 --v-head-dim 7 --num-layers 4 --global-batch-size 8"
+#define LATENT_LIKE BARE_LATENT_LIKE " --qk-layernorm --latent-norm-epsilon 1e-6"
 
 #define SPARSE_LIKE                                                                                                    \
     LATENT_LIKE ON_CPU " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                \
@@ -195,6 +199,17 @@ static const struct {
                        " --mtp-loss-scaling-factor 0.3 --global-batch-size 8",
                        1},
     [MTP_LATENT] = {LATENT_LIKE " --q-lora-rank 10" ROUTED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3", 1},
+    [MTP_REPEATED] = {LATENT_LIKE " --q-lora-rank 10" ROUTED_LIKE " --mtp-num-layers 3 --mtp-use-repeated-layer"
+                                  " --mtp-loss-scaling-factor 0.3",
+                      1},
+    [MTP_HYBRID] = {" --squared-relu --normalization RMSNorm --position-embedding-type none --disable-bias-linear"
+                    " --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 4"
+                    " --num-layers 4 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10"
+                    " --hybrid-override-pattern M*E-/*E/*E --num-experts 8 --moe-ffn-hidden-size 16"
+                    " --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-router-score-function sigmoid"
+                    " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"
+                    " --mtp-use-repeated-layer --mtp-loss-scaling-factor 0.3 --global-batch-size 8",
+                    1},
     [DELAYED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" SCALED, 1},
     [TENSORWISE] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "tensorwise", 1},
     [BLOCKWISE] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "blockwise", 1},
@@ -204,7 +219,7 @@ static const struct {
                                       " --global-batch-size 8" SCALED,
                          1},
     [BLOCKWISE_EXPERTS] = {EXPERTS_LIKE " --global-batch-size 8" IN_FP8 "blockwise", 1},
-    [DELAYED_LATENT] = {LATENT_LIKE " --q-lora-rank 10 --mtp-num-layers 1" SCALED, 1},
+    [DELAYED_LATENT] = {LATENT_LIKE " --q-lora-rank 10 --mtp-num-layers 2 --mtp-use-repeated-layer" SCALED, 1},
     [MXFP8_LATENT] = {LATENT_LIKE " --q-lora-rank 10" IN_FP8 "mxfp8", 1},
     [ADAPTED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" ADAPTERS
                             "all-linear --lora-dropout 0.1",
@@ -233,6 +248,7 @@ static const struct {
                        1},
     [SPARSE_PACKED] = {SPARSE_LIKE, 2},
     [SPARSE_MTP] = {SPARSE_LIKE " --mtp-num-layers 1 --dsa-indexer-topk-freq 4", 1},
+    [BARE_LATENT] = {BARE_LATENT_LIKE " --q-lora-rank 10", 1},
 };
 
 /* One row of a table. */
@@ -1241,6 +1257,8 @@ static const layout of_latent_attention[] = {
     {2, LATENT, TP "2"},
     {2, NO_Q_LATENT, TP "2"},
     {2, LATENT, TP "2" SP},
+    {2, BARE_LATENT, TP "2" SP},
+    {2, BARE_LATENT, PP "2" ZB},
     {2, NO_Q_LATENT, TP "2" SP MICRO "2"},
     {2, LATENT, PP "2" ZB},
     {2, NO_Q_LATENT, PP "2" ZB},
@@ -1305,6 +1323,17 @@ static const layout with_multi_token_prediction[] = {
     {2, MTP_LAYERNORM, CP "2"},
     {2, MTP_LATENT, EP "2"},
     {2, MTP_LATENT, PP "2" VP "2"},
+    {2, MTP_REPEATED, TP "2" SP},
+    {2, MTP_REPEATED, PP "2" VP "2" OVERLAP},
+    {2, MTP_REPEATED, CP "2" SHARD "optim"},
+    {2, MTP_REPEATED, SHARD "optim_grads_params" PREFETCH},
+    {2, MTP_REPEATED, SHARD "optim_grads" OVERLAP EP "2"},
+    {2, MTP_HYBRID, TP "2" SP},
+    {2, MTP_HYBRID, PP "2"},
+    {4, MTP_REPEATED, TP "2" SP PP "2" EP "2" ETP "1" SHARD "optim" PREFETCH},
+    {4, MTP_REPEATED, PP "2" STAGES "Ett|ttmmmL" SHARD "optim_grads_params" PREFETCH},
+    {4, MTP_HYBRID, PP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, MTP_HYBRID, CP "2" TP "2" SP OVERLAP},
     {4, MTP, PP "4"},
     {4, MTP_LAYERNORM, TP "2" SP PP "2"},
     {4, MTP_LAYERNORM, PP "2" SHARD "optim_grads_params" PREFETCH},
@@ -1517,6 +1546,8 @@ static const layout with_savings[] = {
     {1, NO_Q_LATENT, ""},
     {1, MTP, ""},
     {1, MTP_LATENT, ""},
+    {1, MTP_REPEATED, ""},
+    {1, MTP_HYBRID, ""},
     {1, SPARSE, ""},
     {1, SPARSE_SHARED, ""},
     {1, DELAYED, ""},
@@ -1934,6 +1965,7 @@ static const layout with_late_copies[] = {
     {2, SIX, PP "2" VP "3"},
     {2, SIX, PP "2" ZB},
     {2, MTP, PP "2" MODULES "3"},
+    {2, MTP, PP "2" MODULES "3 --mtp-use-repeated-layer"},
     {2, DEEP, PP "2" VP "4"},
     {2, GPT2, CP "2" BY "all_gather"},
     {4, DEEP_9, PP "4"},

@@ -646,6 +646,9 @@ static void the_template_is_found_in_the_folder(void **state) {
     assert_int_equal(mkdir(folder, 0700), 0);
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
     assert_non_null(strstr(error.text, "model: has no chat template; choose one with --chat-template"));
+    write_text(at("model/tokenizer_config.json"), "{\"chat_template\": 5}");
+    assert_int_equal(open_found(tokenizer, folder, &error), -1);
+    assert_non_null(strstr(error.text, "model/tokenizer_config.json: \"chat_template\" must be a text, or a list"));
     write_text(at("model/tokenizer_config.json"), "{\"chat_template\": \"string\"}");
     if (renders) writes(tokenizer, folder, "string");
     write_text(at("model/a_file"), "");

@@ -73,22 +73,23 @@ equal_runs_agree() {
         tail -n 1 "$work/out" | grep -q '^[1-9][0-9]* passed, 0 failed, [0-9]* skipped$'
 }
 
-# A difference that depends on the seed is excused for experts only, and only if it is small.
+# A difference that depends on the seed is excused for experts only, and only if it is small. Configuration 1 of seed 7
+# has --use-distributed-optimizer and no experts, so that a slow machine finds it too.
 a_tie_of_experts_is_no_failure() {
-    fuzz tie --num-experts 5 && says 'agrees with another seed; first: .*grad_norm 1.00003' "$work/out" || return 1
-    ! fuzz far --num-experts 5 && says 'FAILED: .*grad_norm 1.1' "$work/out" &&
-        ! fuzz wrong --num-experts 5 && says 'FAILED: .*grad_norm 1.00003' "$work/out" &&
-        ! fuzz tie --use-distributed-optimizer 5 && says 'FAILED: .*grad_norm 1.00003' "$work/out"
+    fuzz tie --num-experts 7 && says 'agrees with another seed; first: .*grad_norm 1.00003' "$work/out" || return 1
+    ! fuzz far --num-experts 7 && says 'FAILED: .*grad_norm 1.1' "$work/out" &&
+        ! fuzz wrong --num-experts 7 && says 'FAILED: .*grad_norm 1.00003' "$work/out" &&
+        ! fuzz tie --use-distributed-optimizer 7 && says 'FAILED: .*grad_norm 1.00003' "$work/out"
 }
 
 # Without experts, what is wrong in the first step, or by more, or with every seed, is a failure.
 rounding_that_grows_is_no_failure() {
-    ! fuzz tie --use-distributed-optimizer 5 || return 1
+    ! fuzz tie --use-distributed-optimizer 7 || return 1
     number=$(first_failure)
-    fuzz grown --use-distributed-optimizer 5 "$number" &&
+    fuzz grown --use-distributed-optimizer 7 "$number" &&
         says "^$number agrees with another seed; first: .*iteration 3 has grad_norm 1.00003" "$work/out" &&
-        ! fuzz grown_far --use-distributed-optimizer 5 "$number" && says 'FAILED: .*grad_norm 1.0003' "$work/out" &&
-        ! fuzz grows --use-distributed-optimizer 5 "$number" && says 'FAILED: .*grad_norm 1.00003' "$work/out"
+        ! fuzz grown_far --use-distributed-optimizer 7 "$number" && says 'FAILED: .*grad_norm 1.0003' "$work/out" &&
+        ! fuzz grows --use-distributed-optimizer 7 "$number" && says 'FAILED: .*grad_norm 1.00003' "$work/out"
 }
 
 # With documents that begin anew, tokens of equal probability are common: none is dropped for its probability.

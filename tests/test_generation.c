@@ -1214,6 +1214,9 @@ static void texts_begin_with_bos_where_hugging_face_adds_one(void **state) {
     write_text(folder, names[0], "{\"add_bos_token\": ");
     assert_int_equal(mt_prompt_begins_with_bos(folder, &begins, &error), -1);
     assert_non_null(strstr(error.text, "tokenizer_config.json"));
+    write_text(folder, names[0], "{\"eos_token\": 5}"); // also beside SentencePiece's tokenizer.model
+    assert_int_equal(mt_prompt_begins_with_bos(folder, &begins, &error), -1);
+    assert_non_null(strstr(error.text, "tokenizer_config.json: \"eos_token\" must be a token's text"));
     for (int k = 0; k < 3; k++) write_text(folder, names[k], NULL);
     write_text(folder, "other.model", NULL);
     rmdir(folder);

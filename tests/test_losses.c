@@ -1,9 +1,10 @@
-/* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json, or
- * the file that MT_LOSSES_GOLDEN names); divergences and reward losses against formulas written again here and finite
- * differences. Every entry of the file is computed; an unknown one fails. */
+/* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json and
+ * losses2.json, or the files that MT_LOSSES_GOLDEN and MT_LOSSES2_GOLDEN name); divergences and reward losses against
+ * formulas written again here and finite differences. Every entry of the file is computed; an unknown one fails. */
 // Sections of megatron.c: §7b
 #include "../data/base/file.h"
 #include "../data/learn/advantages.h"
+#include "../data/learn/mismatch.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -19,9 +20,13 @@
 
 enum { MAX_ROWS = 64, MAX_COLUMNS = 256, MAX_TOKENS = MAX_ROWS * MAX_COLUMNS };
 
+/* The file at hand: verl's losses, or its newer ones. */
+static enum { FIRST, SECOND, NUM_FILES } file_at_hand;
+
 static const char *golden_path(void) {
-    const char *path = getenv("MT_LOSSES_GOLDEN");
-    return path && *path ? path : "tests/golden/losses/losses.json";
+    bool first = file_at_hand == FIRST;
+    const char *path = getenv(first ? "MT_LOSSES_GOLDEN" : "MT_LOSSES2_GOLDEN");
+    return path && *path ? path : first ? "tests/golden/losses/losses.json" : "tests/golden/losses/losses2.json";
 }
 
 static json_t *read_golden(void) {
@@ -32,11 +37,13 @@ static json_t *read_golden(void) {
     const char *key;
     json_t *value;
     json_object_foreach(root, key, value) {
-        static const char *const known[] = {"inputs", "policy", "kl", "value", "advantage", "preference"};
+        static const char *const known[] = {
+            "inputs", "policy", "kl", "value", "advantage", "preference", "rollout_correction", "verl"};
         size_t i = 0;
-        while (i < 6 && strcmp(key, known[i]) != 0) i++;
-        if (i == 6) fail_msg("%s: unknown section \"%s\"", golden_path(), key);
-        if (!json_is_object(value)) fail_msg("%s: \"%s\" is not an object", golden_path(), key);
+        while (i < 8 && strcmp(key, known[i]) != 0) i++;
+        if (i == 8) fail_msg("%s: unknown section \"%s\"", golden_path(), key);
+        if (!json_is_object(value) && strcmp(key, "verl") != 0)
+            fail_msg("%s: \"%s\" is not an object", golden_path(), key);
     }
     return root;
 }
@@ -114,6 +121,7 @@ typedef struct inputs {
     float mask[MAX_TOKENS];
     double logp[MAX_TOKENS], old_logp[MAX_TOKENS], ref_logp[MAX_TOKENS], advantages[MAX_TOKENS];
     double values[MAX_TOKENS], old_values[MAX_TOKENS], returns[MAX_TOKENS];
+    double rollout_logp[MAX_TOKENS], rollout_weights[MAX_TOKENS], selected[MAX_TOKENS];
     double gradient[MAX_TOKENS], expected[MAX_TOKENS];
     int64_t counted_sequences;
 } inputs;
@@ -133,12 +141,14 @@ static void read_inputs(const json_t *root) {
                   {"advantages", in.advantages},
                   {"values", in.values},
                   {"old_values", in.old_values},
-                  {"returns", in.returns}};
+                  {"returns", in.returns},
+                  {"rollout_logprobs", in.rollout_logp},
+                  {"rollout_is_weights", in.rollout_weights}};
+    size_t count = sizeof arrays / sizeof *arrays - (file_at_hand == FIRST ? 2 : 0);
     memset(&in, 0, sizeof in);
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
+    for (size_t i = 0; i < count; i++)
         read_matrix(member(section, "inputs", arrays[i].key), arrays[i].key, arrays[i].to, &in.rows, &in.columns);
-    if (json_object_size(section) != sizeof arrays / sizeof *arrays)
-        fail_msg("%s: inputs has an unknown array", golden_path());
+    if (json_object_size(section) != count) fail_msg("%s: inputs has an unknown array", golden_path());
     in.tokens = in.rows * in.columns;
     for (int64_t r = 0; r < in.rows; r++) {
         int64_t counted = 0, first = r * in.columns;
@@ -206,19 +216,24 @@ static mt_policy_config parse_policy(const char *name) {
         mt_policy_variant variant;
     } variants[] = {{"vanilla", MT_POLICY_PPO}, {"ppo", MT_POLICY_PPO},       {"gspo", MT_POLICY_GSPO},
                     {"cispo", MT_POLICY_CISPO}, {"geo_mean", MT_POLICY_GMPO}, {"gmpo", MT_POLICY_GMPO},
-                    {"gpg", MT_POLICY_GPG}};
+                    {"gpg", MT_POLICY_GPG},     {"sapo", MT_POLICY_SAPO},     {"dppo_tv", MT_POLICY_DPPO_TV},
+                    {"dro", MT_POLICY_DRO},     {"kl_cov", MT_POLICY_KL_COV}, {"dppo_kl", MT_POLICY_DPPO_KL}};
+    enum { NUM = sizeof variants / sizeof *variants };
     char text[256], *rest, *key, *value;
     mt_policy_config c = {.clip_ratio_low = 0.2, .clip_ratio_high = 0.2, .clip_ratio_c = 3}; // verl's defaults
+    c.tau_pos = 1, c.tau_neg = 1.05;
+    c.beta = 0.1, c.kl_cov_coef = 1, c.cov_share = 0.1; // of the file
     snprintf(text, sizeof text, "%s", name);
     char *word = strtok_r(text, " ", &rest);
     size_t v = 0;
-    while (v < 7 && (!word || strcmp(word, variants[v].name) != 0)) v++;
-    if (v == 7) fail_msg("%s: policy \"%s\": unknown variant", golden_path(), name);
+    while (v < NUM && (!word || strcmp(word, variants[v].name) != 0)) v++;
+    if (v == NUM) fail_msg("%s: policy \"%s\": unknown variant", golden_path(), name);
     c.variant = variants[v].variant;
     c.aggregation = verl_aggregation();
     c.aggregation.counts_empty = c.variant == MT_POLICY_GMPO;
     while (next_word(&rest, &key, &value)) {
         if (!value && parse_aggregation(key, &c.aggregation)) continue;
+        if (!value && (strcmp(key, "with") == 0 || strcmp(key, "rollout_is_weights") == 0)) continue;
         double x = parse_number(value, name);
         if (strcmp(key, "clip_ratio") == 0)
             c.clip_ratio_low = c.clip_ratio_high = x;
@@ -234,8 +249,7 @@ static mt_policy_config parse_policy(const char *name) {
     return c;
 }
 
-static void policy_losses_equal_verl(void **state) {
-    (void)state;
+static void check_policies(void) {
     json_t *root = read_golden(), *entry, *field;
     const char *name, *key;
     read_inputs(root);
@@ -243,6 +257,11 @@ static void policy_losses_equal_verl(void **state) {
         mt_policy_config c = parse_policy(name);
         mt_loss_tokens t = loss_tokens();
         mt_loss_sums sums = {0};
+        int64_t sequences[MAX_ROWS];
+        for (int64_t r = 0; r < in.rows; r++) sequences[r] = r;
+        if (strstr(name, "with rollout_is_weights")) t.rollout_weights = in.rollout_weights;
+        mt_select_tokens(in.selected, &t, sequences, in.rows, &c, 0); // verl selects by the present log-probabilities
+        t.selected = in.selected;
         mt_policy_loss(&t, &c, &sums);
         check_entry(entry, name, &sums);
         double tokens = sums.metrics[MT_POLICY_TOKENS];
@@ -258,6 +277,179 @@ static void policy_losses_equal_verl(void **state) {
         }
     }
     json_decref(root);
+}
+
+static void policy_losses_equal_verl(void **state) {
+    (void)state;
+    for (int file = FIRST; file < NUM_FILES; file++) {
+        file_at_hand = file;
+        check_policies();
+    }
+    file_at_hand = FIRST;
+}
+
+/* "rollout_is=token rollout_is_threshold=0.8_1.2" */
+static mt_correction parse_correction(const char *name) {
+    char text[256], *rest, *key, *value;
+    mt_run_options o = {.rollout_is_threshold = "2"};
+    mt_correction c;
+    mt_error error;
+    snprintf(text, sizeof text, "- %s", name);
+    strtok_r(text, " ", &rest);
+    while (next_word(&rest, &key, &value)) {
+        if (strcmp(key, "rollout_is") == 0)
+            o.rollout_is = strcmp(value, "token") == 0 ? MT_ROLLOUT_IS_TOKEN : MT_ROLLOUT_IS_SEQUENCE;
+        else if (strcmp(key, "rollout_is_threshold") == 0)
+            o.rollout_is_threshold = value;
+        else if (strcmp(key, "rollout_is_batch_normalize") == 0)
+            o.rollout_is_batch_normalize = strcmp(value, "True") == 0;
+        else if (strcmp(key, "rollout_rs") == 0)
+            o.rollout_rs = value;
+        else if (strcmp(key, "rollout_rs_threshold") == 0)
+            o.rollout_rs_threshold = value;
+        else
+            fail_msg("%s: correction \"%s\": unknown parameter %s", golden_path(), name, key);
+    }
+    if (mt_options_correction(&c, &o, &error) != 0) fail_msg("%s: %s", name, error.text);
+    return c;
+}
+
+static void rollout_corrections_equal_verl(void **state) {
+    (void)state;
+    static double x[MAX_TOKENS], weights[MAX_TOKENS];
+    static float keeps[MAX_TOKENS];
+    file_at_hand = SECOND;
+    json_t *root = read_golden(), *entry;
+    const char *name;
+    read_inputs(root);
+    mt_mismatch_tokens t = {in.tokens, in.rows, in.sequences, in.mask, x};
+    for (int64_t i = 0; i < in.tokens; i++) x[i] = in.old_logp[i] - in.rollout_logp[i];
+    json_object_foreach(member(root, "the file", "rollout_correction"), name, entry) {
+        mt_correction c = parse_correction(name);
+        const json_t *expected = member(entry, name, "weights");
+        int64_t rows = in.rows, columns = in.columns;
+        if (c.is == MT_ROLLOUT_IS_NONE)
+            assert_true(json_is_null(expected));
+        else {
+            mt_correction_weights(weights, &t, &c);
+            read_matrix(expected, name, in.expected, &rows, &columns);
+            for (int64_t i = 0; i < in.tokens; i++) assert_near(weights[i], in.expected[i], name);
+        }
+        mt_correction_keeps(keeps, &t, &c);
+        read_matrix(member(entry, name, "mask"), name, in.expected, &rows, &columns);
+        for (int64_t i = 0; i < in.tokens; i++) assert_true((double)keeps[i] == in.expected[i]);
+        assert_int_equal(json_object_size(entry), 2);
+    }
+    json_decref(root);
+    file_at_hand = FIRST;
+}
+
+/* The losses of ROLL and Trinity-RFT, and clip_cov, which the files do not have, written again. */
+static double other_loss(mt_policy_variant variant, double logp, double old_logp, double a, bool selected) {
+    double x = logp - old_logp, r = exp(x), low = fmin(fmax(r, 0.8), 1.3);
+    switch ((int)variant) {
+    case MT_POLICY_TIS: // bounds 0.8 and 1.3
+        return -low * a * logp;
+    case MT_POLICY_TOPR: // weights 2 and 0.5
+        return selected ? -2 * a * logp : -0.5 * fmin(r, 1) * a * logp;
+    case MT_POLICY_KIMI15: // tau 0.4
+        return -a * logp + 0.2 * x * x;
+    case MT_POLICY_OPMD: // tau 0.4
+        return -a * logp / 1.4;
+    case MT_POLICY_SPPO:
+        return -a * fmin(fmax(x, -log(1.2)), log(1.3));
+    case MT_POLICY_CLIP_COV:
+        return selected ? 0 : fmax(-a * r, -a * low);
+    }
+    fail_msg("variant %d", (int)variant);
+    return 0;
+}
+
+static void losses_of_other_programs_equal_their_formulas(void **state) {
+    (void)state;
+    static const mt_policy_variant variants[] = {MT_POLICY_TIS,  MT_POLICY_TOPR, MT_POLICY_KIMI15,
+                                                 MT_POLICY_OPMD, MT_POLICY_SPPO, MT_POLICY_CLIP_COV};
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int v = 0; v < 6; v++) {
+        mt_policy_config c = {.variant = variants[v], .clip_ratio_low = 0.2, .clip_ratio_high = 0.3, .beta = 0.4};
+        c.weight_pos = 2, c.weight_neg = 0.5;
+        mt_loss_tokens t = loss_tokens();
+        mt_loss_sums sums = {0};
+        double loss = 0, count = 0;
+        for (int64_t i = 0; i < in.tokens; i++) in.selected[i] = i % 3 == 0;
+        t.selected = in.selected;
+        for (int64_t i = 0; i < in.tokens; i++) {
+            if (in.mask[i] == 0) continue;
+            loss += other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], i % 3 == 0);
+            count += 1;
+        }
+        mt_policy_loss(&t, &c, &sums);
+        assert_near(sums.loss, loss, "variant");
+        assert_near(sums.count, count, "variant");
+    }
+}
+
+static void a_weight_that_is_not_finite_reaches_the_loss(void **state) {
+    (void)state;
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+        mt_policy_config c = {.variant = (mt_policy_variant)variant, .clip_ratio_low = 0.2, .clip_ratio_high = 0.3};
+        c.beta = c.tau_pos = c.tau_neg = c.weight_pos = c.weight_neg = c.kl_cov_coef = 0.5;
+        mt_loss_tokens t = loss_tokens();
+        for (int bad = 0; bad < 2; bad++) {
+            mt_loss_sums sums = {0};
+            for (int64_t i = 0; i < in.tokens; i++) in.rollout_weights[i] = 1;
+            if (bad) in.rollout_weights[1] = NAN;
+            t.rollout_weights = in.rollout_weights;
+            mt_policy_loss(&t, &c, &sums);
+            assert_true(isfinite(sums.loss) == !bad);
+        }
+    }
+}
+
+/* clip_cov draws from the tokens in its range, the same for a seed and as many as its share says. */
+static void covariances_select_tokens(void **state) {
+    (void)state;
+    json_t *root = read_golden();
+    read_inputs(root);
+    json_decref(root);
+    mt_policy_config c = {.variant = MT_POLICY_CLIP_COV, .cov_share = 0.1, .cov_low = 0.05, .cov_high = 5};
+    mt_loss_tokens t = loss_tokens();
+    double chosen[2][MAX_TOKENS], logps = 0, advantages = 0;
+    int64_t sequences[MAX_ROWS], tokens = 0, others = 0;
+    for (int64_t r = 0; r < in.rows; r++) sequences[r] = in.rows - 1 - r;
+    for (int64_t i = 0; i < in.tokens; i++)
+        if (in.mask[i] != 0) logps += in.logp[i], advantages += in.advantages[i], tokens++;
+    for (uint64_t seed = 0; seed < 4; seed++) {
+        int64_t number = 0;
+        mt_select_tokens(chosen[0], &t, sequences, in.rows, &c, seed);
+        mt_select_tokens(chosen[1], &t, sequences, in.rows, &c, seed + 1);
+        for (int64_t i = 0; i < in.tokens; i++) {
+            double covariance =
+                (in.logp[i] - logps / (double)tokens) * (in.advantages[i] - advantages / (double)tokens);
+            number += chosen[0][i] == 1, others += chosen[0][i] != chosen[1][i];
+            if (chosen[0][i] != 0) assert_true(in.mask[i] != 0 && covariance > 0.05 && covariance < 5);
+        }
+        assert_int_equal(number, tokens / 10);
+    }
+    assert_true(others > 0);
+}
+
+static void mismatch_is_measured(void **state) {
+    (void)state;
+    mt_span spans[] = {{0, 3, 0, 3, true}, {3, 2, 3, 2, true}, {5, 1, 5, 1, true}};
+    float mask[] = {0, 1, 1, 1, 0, 0};
+    double x[] = {9, 0.1, -0.3, 0.2, 9, 9};
+    mt_mismatch m = mt_mismatch_measure(&(mt_mismatch_tokens){6, 3, spans, mask, x});
+    assert_near(m.kl, -(0.1 - 0.3 + 0.2) / 3, "kl");
+    assert_near(m.k3, (exp(0.1) + exp(-0.3) + exp(0.2) - 3) / 3, "k3");
+    assert_near(m.chi2, (exp(0.2) + exp(-0.6) + exp(0.4)) / 3 - 1, "chi2");
+    assert_near(m.chi2_sequence, (exp(-0.4) + exp(0.4)) / 2 - 1, "chi2 of sequences");
+    assert_near(m.perplexity_ratio, (exp(0.1) + exp(-0.2)) / 2, "perplexities");
 }
 
 static void kl_estimates_equal_verl(void **state) {
@@ -316,18 +508,26 @@ static mt_advantage_config parse_advantage(const char *name) {
                                         [MT_ADV_GRPO] = "grpo",
                                         [MT_ADV_RLOO] = "rloo",
                                         [MT_ADV_REINFORCE] = "reinforce",
-                                        [MT_ADV_REINFORCE_PLUS_PLUS] = "reinforce_plus_plus"};
+                                        [MT_ADV_REINFORCE_PLUS_PLUS] = "reinforce_plus_plus",
+                                        [MT_ADV_REINFORCE_PLUS_PLUS_BASELINE] = "reinforce_plus_plus_baseline",
+                                        [MT_ADV_OPO] = "opo",
+                                        [MT_ADV_GPG] = "gpg",
+                                        [MT_ADV_GRPO_PASSK] = "grpo_passk",
+                                        [MT_ADV_REMAX] = "remax"};
+    enum { NUM = sizeof names / sizeof *names };
     char text[256], *rest, *key, *value;
-    mt_advantage_config c = {.gamma = 1, .lambda = 1};
+    mt_advantage_config c = {.gamma = 1, .lambda = 1, .norm_by_std = file_at_hand == SECOND};
     snprintf(text, sizeof text, "%s", name);
     char *word = strtok_r(text, " ", &rest);
     int e = 0;
-    while (e < 5 && (!word || strcmp(word, names[e]) != 0)) e++;
-    if (e == 5) fail_msg("%s: advantage \"%s\": unknown estimator", golden_path(), name);
+    while (e < NUM && (!word || strcmp(word, names[e]) != 0)) e++;
+    if (e == NUM) fail_msg("%s: advantage \"%s\": unknown estimator", golden_path(), name);
     c.estimator = (mt_adv_estimator)e;
     while (next_word(&rest, &key, &value)) {
         if (strcmp(key, "whitened") == 0 && !value)
             c.whiten = true;
+        else if (strcmp(key, "without") == 0 || (strcmp(key, "std") == 0 && !value))
+            c.norm_by_std = false;
         else if (strcmp(key, "std") == 0 && value && (!strcmp(value, "True") || !strcmp(value, "False")))
             c.norm_by_std = strcmp(value, "True") == 0;
         else if (strcmp(key, "gamma") == 0)
@@ -353,10 +553,9 @@ static void check_tokens(const json_t *list, const char *name, const double *val
         }
 }
 
-static void advantages_equal_verl(void **state) {
-    (void)state;
+static void check_advantages(void) {
     static double rewards[MAX_TOKENS], advantages[MAX_TOKENS], returns[MAX_TOKENS], zeros[MAX_TOKENS];
-    double numbers[MAX_COLUMNS], scores[MAX_COLUMNS];
+    double numbers[MAX_COLUMNS], scores[MAX_COLUMNS], baselines[MAX_COLUMNS] = {0};
     int64_t groups[MAX_ROWS];
     json_t *root = read_golden(), *entry;
     const char *name;
@@ -365,7 +564,9 @@ static void advantages_equal_verl(void **state) {
     read_matrix(member(inputs, "inputs", "token_level_rewards"), "token_level_rewards", rewards, &in.rows, &in.columns);
     read_vector(member(inputs, "inputs", "scores"), "scores", scores, &in.rows);
     read_vector(member(inputs, "inputs", "group"), "group", numbers, &in.rows);
-    assert_int_equal(json_object_size(inputs), 3);
+    bool first = file_at_hand == FIRST;
+    if (!first) read_vector(member(inputs, "inputs", "reward_baselines"), "reward_baselines", baselines, &in.rows);
+    assert_int_equal(json_object_size(inputs), first ? 3 : 4);
     for (int64_t r = 0; r < in.rows; r++) groups[r] = (int64_t)numbers[r];
 
     mt_loss_tokens tokens = loss_tokens(); // scores become the token-level rewards
@@ -373,14 +574,14 @@ static void advantages_equal_verl(void **state) {
     for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == rewards[i]);
 
     mt_advantage_tokens t = {in.tokens, in.rows,       in.sequences, in.mask, groups,
-                             rewards,   in.old_values, advantages,   returns};
+                             rewards,   in.old_values, advantages,   returns, baselines};
     json_object_foreach((json_t *)section, name, entry) {
         if (strcmp(name, "inputs") == 0) continue;
         mt_advantage_config c = parse_advantage(name);
         mt_advantages(&t, &c);
         if (json_is_object(entry)) {
             check_tokens(member(entry, name, "advantages"), name, advantages, NULL);
-            check_tokens(member(entry, name, "returns"), name, returns, in.old_values);
+            check_tokens(member(entry, name, "returns"), name, returns, first ? in.old_values : NULL);
             assert_int_equal(json_object_size(entry), 2);
         } else
             check_tokens(entry, name, advantages, zeros);
@@ -392,6 +593,15 @@ static void advantages_equal_verl(void **state) {
     json_decref(root);
 }
 
+static void advantages_equal_verl(void **state) {
+    (void)state;
+    for (int file = FIRST; file < NUM_FILES; file++) {
+        file_at_hand = file;
+        check_advantages();
+    }
+    file_at_hand = FIRST;
+}
+
 /* Rewards 1 at token 1 and 2 at token 4; token 3 does not count. */
 static void discounted_returns_pass_over_uncounted_tokens(void **state) {
     (void)state;
@@ -400,7 +610,7 @@ static void discounted_returns_pass_over_uncounted_tokens(void **state) {
     double rewards[] = {0, 1, 0, 100, 2}, advantages[5], returns[5];
     const double expected[] = {0.5 * (1 + 0.5 * 0.5 * 2), 1 + 0.5 * 0.5 * 2, 0.5 * 2, 0, 2};
     mt_advantage_config c = {.estimator = MT_ADV_REINFORCE, .gamma = 0.5};
-    mt_advantage_tokens t = {5, 1, &span, mask, NULL, rewards, NULL, advantages, returns};
+    mt_advantage_tokens t = {5, 1, &span, mask, NULL, rewards, NULL, advantages, returns, NULL};
     mt_advantages(&t, &c);
     for (int i = 0; i < 5; i++) assert_true(advantages[i] == expected[i] && returns[i] == expected[i]);
     c.whiten = true;
@@ -428,7 +638,7 @@ static void a_group_of_one_keeps_its_score(void **state) {
     float mask[] = {1, 1};
     int64_t group = 7;
     double rewards[] = {0, 3}, advantages[2], returns[2];
-    mt_advantage_tokens t = {2, 1, &span, mask, &group, rewards, NULL, advantages, returns};
+    mt_advantage_tokens t = {2, 1, &span, mask, &group, rewards, NULL, advantages, returns, NULL};
     const mt_advantage_config configs[] = {
         {.estimator = MT_ADV_RLOO}, {.estimator = MT_ADV_GRPO}, {.estimator = MT_ADV_GRPO, .norm_by_std = true}};
     for (int i = 0; i < 3; i++) {
@@ -613,12 +823,18 @@ static void sums_do_not_depend_on_the_split(void **state) {
         aggregation.mode = (mt_loss_aggregation)mode;
         mt_value_config v = {aggregation, 0.2};
         assert_split(value, &v);
-        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++) {
+        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
             mt_policy_config c = {.variant = (mt_policy_variant)variant,
                                   .aggregation = aggregation,
                                   .clip_ratio_low = 0.1,
                                   .clip_ratio_high = 0.2,
                                   .clip_ratio_c = 1.2,
+                                  .beta = 0.3,
+                                  .tau_pos = 1,
+                                  .tau_neg = 2,
+                                  .weight_pos = 2,
+                                  .weight_neg = 0.5,
+                                  .kl_cov_coef = 0.7,
                                   .kl_coef = 0.1,
                                   .kl_type = MT_KL_K3};
             assert_split(policy, &c);
@@ -644,22 +860,29 @@ static void assert_derivative(void (*loss)(const mt_loss_tokens *, const void *,
     }
 }
 
-/* Not CISPO, whose gradient leaves out the ratio; GSPO with one advantage per sequence. */
+/* Not those whose gradient leaves out the ratio; GSPO with one advantage per sequence. */
 static void policy_gradients_equal_finite_differences(void **state) {
     (void)state;
     static double entropy[MAX_TOKENS], dentropy[MAX_TOKENS];
-    const mt_policy_variant variants[] = {MT_POLICY_PPO, MT_POLICY_GSPO, MT_POLICY_GMPO, MT_POLICY_GPG};
+    const mt_policy_variant variants[] = {MT_POLICY_PPO,      MT_POLICY_GSPO, MT_POLICY_GMPO,   MT_POLICY_GPG,
+                                          MT_POLICY_SAPO,     MT_POLICY_DRO,  MT_POLICY_KIMI15, MT_POLICY_KL_COV,
+                                          MT_POLICY_CLIP_COV, MT_POLICY_OPMD, MT_POLICY_SPPO};
+    enum { NUM = sizeof variants / sizeof *variants };
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
     for (int64_t i = 0; i < in.tokens; i++) entropy[i] = 1 + 0.1 * sin((double)i);
-    for (int v = 0; v < 4; v++)
+    for (int v = 0; v < NUM; v++)
         for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
             mt_policy_config c = {.variant = variants[v],
                                   .aggregation = verl_aggregation(),
                                   .clip_ratio_low = 0.1,
                                   .clip_ratio_high = 0.25,
                                   .clip_ratio_c = 1.5,
+                                  .beta = 0.4,
+                                  .tau_pos = 1,
+                                  .tau_neg = 2,
+                                  .kl_cov_coef = 0.7,
                                   .kl_coef = 0.3,
                                   .entropy_coef = 0.2,
                                   .kl_type = MT_KL_K3};
@@ -670,6 +893,9 @@ static void policy_gradients_equal_finite_differences(void **state) {
             mt_loss_sums sums = {0};
             memset(dentropy, 0, sizeof dentropy);
             t.entropy = entropy, t.dentropy = dentropy;
+            for (int64_t i = 0; i < in.tokens; i++)
+                in.selected[i] = i % 3 == 0, in.rollout_weights[i] = 1 + 0.1 * (double)(i / in.columns % 5);
+            t.selected = in.selected, t.rollout_weights = v % 2 ? in.rollout_weights : NULL;
             mt_policy_loss(&t, &c, &sums);
             assert_derivative(policy, &c, &t, in.logp, in.gradient);
             assert_derivative(policy, &c, &t, entropy, dentropy);
@@ -715,11 +941,15 @@ static void large_ratios_stay_finite(void **state) {
     mt_span span = {0, 2, 0, 2, true};
     float mask[] = {1, 1};
     double logp[] = {-1, -2000}, other[] = {-1500, -1}, advantages[] = {-1, 1}, dlogp[2];
-    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++)
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++)
         for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
             mt_policy_config c = {.variant = (mt_policy_variant)variant,
                                   .clip_ratio_low = 0.2,
                                   .clip_ratio_high = 0.2,
+                                  .tau_pos = 1,
+                                  .tau_neg = 1,
+                                  .weight_neg = 1,
+                                  .kl_cov_coef = 1,
                                   .kl_type = (mt_kl_type)type,
                                   .kl_coef = 1};
             mt_loss_tokens t = {
@@ -949,15 +1179,17 @@ static void a_loss_is_not_finite_if_an_operand_is_not(void **state) {
         mt_value_config plain = {aggregation, 0}, clipped = {aggregation, 0.2};
         assert_nan_stays("value", value, &plain, "vt");
         assert_nan_stays("clipped value", value, &clipped, "vtw");
-        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_GPG; variant++) {
+        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
             mt_policy_config c = {
                 .variant = (mt_policy_variant)variant, .aggregation = aggregation, .clip_ratio_low = 0.2};
+            bool is_logp = variant == MT_POLICY_GPG || variant == MT_POLICY_OPMD;
             c.clip_ratio_high = 0.3, c.clip_ratio_c = variant == MT_POLICY_PPO ? 3 : 0;
-            assert_nan_stays("policy", policy_alone, &c, variant == MT_POLICY_GPG ? "lA" : "loA");
+            c.beta = c.tau_pos = c.tau_neg = c.weight_neg = c.kl_cov_coef = 0.5;
+            assert_nan_stays("policy", policy_alone, &c, is_logp ? "lA" : "loA");
             c.kl_coef = 0.1, c.entropy_coef = 0.01;
             for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
                 c.kl_type = (mt_kl_type)type;
-                assert_nan_stays("policy with a divergence", policy, &c, variant == MT_POLICY_GPG ? "lrAe" : "lorAe");
+                assert_nan_stays("policy with a divergence", policy, &c, is_logp ? "lrAe" : "lorAe");
             }
         }
     }
@@ -988,7 +1220,7 @@ static void a_divergence_is_not_finite_if_a_logit_is_not(void **state) {
 static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
     (void)state;
     static const int64_t groups[] = {0, 0, 1, 1};
-    for (int estimator = MT_ADV_GAE; estimator <= MT_ADV_REINFORCE_PLUS_PLUS; estimator++)
+    for (int estimator = MT_ADV_GAE; estimator <= MT_ADV_REMAX; estimator++)
         for (int i = 0; i < NUM_BAD * 2 * 2 * 4 * (NAN_TOKENS + 1); i++) {
             int token = i % (NAN_TOKENS + 1), which = i / (NAN_TOKENS + 1) % 4; // old_logp, ref_logp, values, scores
             bool whiten = i / (NAN_TOKENS + 1) / 4 % 2, clips = i / (NAN_TOKENS + 1) / 8 % 2;
@@ -1003,8 +1235,9 @@ static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
                   : which == 2 ? &operands[5][token]
                                : &scores[token]) = bad;
                 mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
-                mt_advantage_tokens of = {NAN_TOKENS, 4,        t.sequences, t.mask, groups,
-                                          rewards,    t.values, advantages,  returns};
+                static const double baselines[4] = {0};
+                mt_advantage_tokens of = {NAN_TOKENS, 4,        t.sequences, t.mask,  groups,
+                                          rewards,    t.values, advantages,  returns, baselines};
                 mt_advantage_config c = {.estimator = (mt_adv_estimator)estimator, .gamma = 0.9, .lambda = 0.9};
                 c.whiten = whiten, c.norm_by_std = whiten, c.advantage_clip = clips ? 0.5 : 0;
                 mt_advantages(&of, &c);
@@ -1019,6 +1252,11 @@ static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(policy_losses_equal_verl),
+        cmocka_unit_test(rollout_corrections_equal_verl),
+        cmocka_unit_test(losses_of_other_programs_equal_their_formulas),
+        cmocka_unit_test(a_weight_that_is_not_finite_reaches_the_loss),
+        cmocka_unit_test(covariances_select_tokens),
+        cmocka_unit_test(mismatch_is_measured),
         cmocka_unit_test(kl_estimates_equal_verl),
         cmocka_unit_test(value_losses_equal_verl),
         cmocka_unit_test(advantages_equal_verl),

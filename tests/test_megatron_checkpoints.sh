@@ -4,7 +4,7 @@ set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 golden=$(pwd)/tests/golden/megatron_dist
-shapes='mla_pp2 mla_yarn llama31 interleaved delta_tp2 hybrid_tp2'
+shapes='mla_pp2 mla_yarn mla_plain mla_epsilon llama31 interleaved delta_tp2 hybrid_tp2 mtp_repeated mtp_hybrid'
 if [ "${HAVE_MPI:-}" ]; then ranks="mpirun --oversubscribe -n"; else ranks=; fi
 
 # tokens FILE: 7 i mod 100, i < 16, as int32.
@@ -151,7 +151,9 @@ what_is_saved_for_megatron_scores_alike() {
 every_layout_saves_the_same_bytes() {
     saves dense "$work/one" 1 && saves moe "$work/one-moe" 1 --no-load-optim &&
         saves delta_tp2 "$work/one-delta" 1 --no-load-optim &&
-        saves hybrid_tp2 "$work/one-hybrid" 1 --no-load-optim || return 1
+        saves hybrid_tp2 "$work/one-hybrid" 1 --no-load-optim &&
+        saves mtp_repeated "$work/one-mtp" 1 --no-load-optim &&
+        saves mtp_hybrid "$work/one-mtp-hybrid" 1 --no-load-optim || return 1
     grep -q '"optimizer_step": 1' "$work/one/iter_0000007/trainer.json" || return 1
     saves dense "$work/async" 1 --async-save && same "$work/one/iter_0000007" "$work/async/iter_0000007" || return 1
     [ "$ranks" ] || return 0
@@ -171,7 +173,13 @@ every_layout_saves_the_same_bytes() {
         saves delta_tp2 "$work/delta4" 4 --no-load-optim --data-parallel-sharding-strategy optim_grads_params \
             --pipeline-model-parallel-size 2 && same "$work/one-delta/iter_0000007" "$work/delta4/iter_0000007" &&
         saves hybrid_tp2 "$work/hybrid" 4 --no-load-optim --pipeline-model-parallel-size 2 \
-            --tensor-model-parallel-size 2 && same "$work/one-hybrid/iter_0000007" "$work/hybrid/iter_0000007"
+            --tensor-model-parallel-size 2 && same "$work/one-hybrid/iter_0000007" "$work/hybrid/iter_0000007" &&
+        saves mtp_repeated "$work/mtp" 4 --no-load-optim --data-parallel-sharding-strategy optim_grads_params \
+            --tensor-model-parallel-size 2 --sequence-parallel &&
+        cmp "$work/one-mtp/iter_0000007/__0_0.distcp" "$work/mtp/iter_0000007/__0_0.distcp" &&
+        saves mtp_hybrid "$work/mtp-hybrid" 4 --no-load-optim --expert-model-parallel-size 2 \
+            --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Ett|tmmL' --use-distributed-optimizer &&
+        cmp "$work/one-mtp-hybrid/iter_0000007/__0_0.distcp" "$work/mtp-hybrid/iter_0000007/__0_0.distcp"
 }
 
 # goes_on OPTIONS...: a run of six steps, in one go and from its third one.

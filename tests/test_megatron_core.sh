@@ -12,7 +12,7 @@ fi
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 golden=tests/golden/megatron_dist
-shapes='mla_pp2 mla_yarn llama31 interleaved delta_tp2 hybrid_tp2'
+shapes='mla_pp2 mla_yarn mla_plain mla_epsilon llama31 interleaved delta_tp2 hybrid_tp2 mtp_repeated mtp_hybrid'
 script=tests/golden/make_megatron_checkpoints.py
 
 # megatron WORDS...: the script's command; prints what differs.

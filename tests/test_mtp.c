@@ -140,11 +140,16 @@ typedef struct losses {
     double sum[1 + MODULES], count[1 + MODULES];
 } losses;
 
+/* The layer of module k, which is the same at every depth if it is repeated. */
+static int64_t module_layer(const reference *r, int64_t k) {
+    return r->options->num_layers + (r->options->mtp_use_repeated_layer ? 0 : k - 1);
+}
+
 /* One sequence: module k has position t if there is a token t + k, and counts it if that label is unmasked. */
 static void sequence_losses(const reference *r, const mt_batch *batch, const mt_span *span, losses *total) {
     const double *embedding = weight(r, MT_WORD_EMBEDDING, -1);
     double x[LENGTH][CHANNELS], hidden[LENGTH][CHANNELS], joined[2 * CHANNELS];
-    int64_t first = span->q_start, L = r->options->num_layers, labels = 0;
+    int64_t first = span->q_start, labels = 0;
     for (int64_t t = 0; t < span->q_len; t++) labels += batch->loss_mask[first + t] > 0;
     for (int64_t k = 0; k <= MODULES; k++) {
         int64_t n = span->q_len - k, unmasked = 0;
@@ -154,13 +159,14 @@ static void sequence_losses(const reference *r, const mt_batch *batch, const mt_
             if (k == 0) memcpy(x[t], token, sizeof x[t]);
             if (k == 0) continue;
             int64_t second = r->options->hf_family == MT_HF_MIMO ? 0 : CHANNELS; // of the hidden state
-            normalize(r, joined + CHANNELS - second, token, MT_MTP_EMBEDDING_NORM, L + k - 1);
-            normalize(r, joined + second, hidden[t], MT_MTP_HIDDEN_NORM, L + k - 1);
-            multiply(x[t], weight(r, MT_MTP_PROJECTION, L + k - 1), joined, CHANNELS, 2 * CHANNELS);
+            normalize(r, joined + CHANNELS - second, token, MT_MTP_EMBEDDING_NORM, module_layer(r, k));
+            normalize(r, joined + second, hidden[t], MT_MTP_HIDDEN_NORM, module_layer(r, k));
+            multiply(x[t], weight(r, MT_MTP_PROJECTION, module_layer(r, k)), joined, CHANNELS, 2 * CHANNELS);
         }
-        for (int64_t layer = k ? L + k - 1 : 0; layer < L + k; layer++) layer_forward(r, layer, x, n);
+        for (int64_t layer = 0; layer < r->options->num_layers && k == 0; layer++) layer_forward(r, layer, x, n);
+        if (k > 0) layer_forward(r, module_layer(r, k), x, n);
         for (int64_t t = 0; t < n; t++) {
-            normalize(r, hidden[t], x[t], k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1);
+            normalize(r, hidden[t], x[t], k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? module_layer(r, k) : -1);
             if (batch->loss_mask[first + t + k] == 0) continue;
             sum += token_loss(r, hidden[t], batch->labels[first + t + k]);
             unmasked++;
@@ -298,7 +304,80 @@ static void losses_and_gradients_equal_a_reference_in_double(void **state) {
     check_step("--mtp-num-layers 2 --normalization LayerNorm --layernorm-zero-centered-gamma --untie-embeddings-and-"
                "output-weights",
                MT_HF_MEGATRON);
+    check_step("--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-loss-scaling-factor 0.7", MT_HF_MEGATRON);
+    check_step("--mtp-num-layers 2 --mtp-use-repeated-layer --normalization LayerNorm --recompute-granularity full "
+               "--untie-embeddings-and-output-weights",
+               MT_HF_MEGATRON);
     check_step("--mtp-num-layers 2 --add-qkv-bias", MT_HF_MIMO); // MiMo, whose projection has the hidden state first
+}
+
+/* The values of row `param` of a subject's model, or of their gradients. */
+static float *values_of(const subject *s, const mt_param *param, bool gradients) {
+    const mt_bucket *b = &s->buckets[param->bucket];
+    return (gradients ? b->grads : (float *)b->params) + param->offset;
+}
+
+/* The row with the same name in another layer, or none. */
+static const mt_param *row_in(const subject *s, const mt_param *param, int64_t layer) {
+    for (int64_t i = 0; i < s->num_params; i++)
+        if (s->params[i].role == param->role && s->params[i].layer == layer && s->params[i].expert == param->expert)
+            return &s->params[i];
+    return NULL;
+}
+
+static void step_of(subject *s, mt_metrics *metrics) {
+    mt_error error;
+    mt_run_state run = {0};
+    if (mt_train_step(s->model, &run, 1, make_batch, NULL, &s->batch, metrics, &error) != 0) fail_msg("%s", error.text);
+}
+
+/* A repeated module has the losses of two modules with its weights, and the sum of their gradients. */
+static void check_repeated(const char *words) {
+    subject one, two;
+    mt_metrics of_one, of_two;
+    char line[512];
+    snprintf(line, sizeof line, "--mtp-num-layers 2 %s", words);
+    open_subject(&two, line);
+    snprintf(line, sizeof line, "--mtp-num-layers 2 --mtp-use-repeated-layer %s", words);
+    open_subject(&one, line);
+    reference r = copy_weights(&one);
+    int64_t module = one.options.stack.num_layers;
+    for (int64_t i = 0; i < one.num_params; i++)
+        for (int64_t layer = one.params[i].layer; layer <= one.params[i].layer + (one.params[i].layer == module);
+             layer++) {
+            const mt_param *param = row_in(&two, &one.params[i], layer);
+            assert_non_null(param);
+            memcpy(values_of(&two, param, false), values_of(&one, &one.params[i], false),
+                   (size_t)(param->rows * param->cols) * 4);
+        }
+    mt_options single = two.options.stack; // its strings are not freed
+    single.mtp_num_layers = 1;
+    assert_int_equal(mt_num_parameters(&one.options.stack), mt_num_parameters(&single));
+    step_of(&one, &of_one), step_of(&two, &of_two);
+    assert_true(of_one.loss == of_two.loss);
+    for (int k = 0; k < 2; k++) assert_true(of_one.mtp_losses[k] == of_two.mtp_losses[k]);
+    for (int64_t i = 0; i < one.num_params; i++) {
+        const mt_param *param = &one.params[i], *first = row_in(&two, param, param->layer);
+        const mt_param *second = param->layer == module ? row_in(&two, param, module + 1) : NULL;
+        double largest = 0, worst = 0;
+        for (int64_t e = 0; e < param->rows * param->cols && param->trained; e++) {
+            double expected = (double)values_of(&two, first, true)[e];
+            if (second) expected += (double)values_of(&two, second, true)[e];
+            largest = fmax(largest, fabs(expected));
+            worst = fmax(worst, fabs((double)values_of(&one, param, true)[e] - expected));
+        }
+        if (!(worst <= 1e-6 * largest)) fail_msg("%s: up to %g, off by %g", param->hf_name, largest, worst);
+    }
+    assert_true(mt_flops(&one.options.stack, 1) == mt_flops(&two.options.stack, 1));
+    free_weights(&r);
+    close_subject(&one), close_subject(&two);
+}
+
+static void a_repeated_module_has_the_gradients_of_two_modules_with_its_weights(void **state) {
+    (void)state;
+    check_repeated("");
+    check_repeated("--untie-embeddings-and-output-weights --add-qkv-bias --recompute-granularity full");
+    check_repeated("--num-experts 4 --moe-ffn-hidden-size 8 --moe-router-topk 2 --moe-z-loss-coeff 0.01");
 }
 
 /* The evaluation loss of a model with modules equals that of the model without them. */
@@ -371,14 +450,18 @@ static void train_steps(fixture *f, mt_run_state *run, int64_t count, double *lo
 
 static void a_run_with_modules_continues_bit_for_bit(void **state) {
     (void)state;
-    static const char *const subjects[] = {"deepseek_v3", "qwen3", "mixtral"};
-    for (int k = 0; k < 3; k++) {
+    static const char *const subjects[] = {"deepseek_v3", "qwen3", "mixtral", "nemotron_h"};
+    static const char *const modules[] = {"--mtp-num-layers 1", "--mtp-num-layers 2 --mtp-use-repeated-layer",
+                                          "--mtp-num-layers 1", "--mtp-num-layers 2 --mtp-hybrid-override-pattern *-"};
+    for (int k = 0; k < 4; k++) {
         fixture f, again;
+        char words[128];
         mt_error error;
         mt_run_state run = {0}, resumed = {0};
         double losses[2], resumed_losses[2];
-        open_with_modules(&f, subjects[k], "--mtp-num-layers 1");
-        open_with_modules(&again, subjects[k], "--mtp-num-layers 1 --seed 5");
+        open_with_modules(&f, subjects[k], modules[k]);
+        snprintf(words, sizeof words, "%s --seed 5", modules[k]);
+        open_with_modules(&again, subjects[k], words);
         again.options.stack.seed = f.options.stack.seed;
         train_steps(&f, &run, 2, losses);
         if (mt_checkpoint_save(f.model, &f.options, &run, at(subjects[k]), NULL, NULL, &error) != 0)
@@ -493,6 +576,169 @@ static void qwens_module_has_its_names_and_attends(void **state) {
     }
 }
 
+/* ---- Megatron-Core */
+
+/* One sequence of tests/golden/make_megatron_checkpoints.py. */
+static int megatron_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)context, (void)index, (void)error;
+    batch->num_tokens = 16, batch->num_spans = 1, batch->spans[0] = (mt_span){0, 16, 0, 16, true};
+    for (int64_t t = 0; t < 16; t++) {
+        batch->tokens[t] = (int32_t)(t * 7 % 100), batch->labels[t] = (int32_t)((t + 1) * 7 % 100);
+        batch->positions[t] = (int32_t)t, batch->token_index[t] = t, batch->loss_mask[t] = 1;
+    }
+    return 0;
+}
+
+/* The model of a folder of Megatron-Core, with its weights. */
+static void open_megatron(subject *s, const char *name, const char *words) {
+    char folder[128];
+    mt_error error;
+    mt_run_state run;
+    mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 16, .train = true};
+    int64_t num_buckets;
+    snprintf(folder, sizeof folder, "tests/golden/megatron_dist/%s", name);
+    parse_load(&s->options, MT_PROGRAM_TRAIN, folder, words);
+    if (mt_model_create(&s->model, &s->options.stack, &mt_grid_of_one, backend, &plan, &error) != 0 ||
+        mt_checkpoint_load(s->model, &s->options, &run, folder, &error) != 0)
+        fail_msg("%s", error.text);
+    mt_batch_alloc(&s->batch, 16);
+    s->params = mt_model_params(s->model, &s->num_params);
+    s->buckets = mt_model_buckets(s->model, &num_buckets);
+}
+
+/* Losses and gradients are those of Megatron-Core's own step, also of the router's auxiliary loss and z-loss; and so is
+ * the step of the biases that balance the experts, which counts the tokens of all depths. */
+static void check_megatron(const char *name, const char *factor) {
+    subject s, gradients;
+    char words[512], path[128];
+    mt_metrics metrics;
+    mt_error error;
+    mt_run_state run = {0};
+    snprintf(words, sizeof words,
+             "--use-checkpoint-args --no-load-optim --mock-data --seq-length 16 --train-iters 1 --lr 1 "
+             "--hidden-dropout 0 --attention-dropout 0 --mtp-loss-scaling-factor %s --moe-router-load-balancing-type "
+             "seq_aux_loss --moe-aux-loss-coeff 0.3 "
+             "--moe-z-loss-coeff 0.02",
+             factor);
+    open_megatron(&s, name, words);
+    snprintf(path, sizeof path, "%s_gradients", name);
+    open_megatron(&gradients, path, words);
+    int64_t depths = s.options.stack.mtp_num_layers;
+    assert_true(s.options.stack.mtp_use_repeated_layer && depths >= 2);
+    snprintf(path, sizeof path, "tests/golden/megatron_dist/%s", name);
+    double *losses = read_file(path, "losses.f64", (1 + depths) * 8);
+    if (mt_train_step(s.model, &run, 1, megatron_batch, NULL, &s.batch, &metrics, &error) != 0)
+        fail_msg("%s", error.text);
+    for (int64_t k = 0; k <= depths; k++) {
+        double actual = k == 0 ? metrics.loss : metrics.mtp_losses[k - 1];
+        if (!(fabs(actual - losses[k]) <= 1e-5 * losses[k])) fail_msg("loss %d: %.9g, %.9g", (int)k, actual, losses[k]);
+    }
+    for (int64_t i = 0; i < s.num_params; i++) {
+        const mt_param *param = &s.params[i];
+        const float *actual = values_of(&s, param, param->trained), *expected = values_of(&gradients, param, false);
+        double largest = 0, worst = 0, tokens = param->trained ? 16 : 1; // gradients are of the sum over these
+        for (int64_t e = 0; e < param->rows * param->cols; e++) {
+            largest = fmax(largest, fabs((double)expected[e]));
+            worst = fmax(worst, fabs((double)actual[e] / tokens - (double)expected[e]));
+        }
+        assert_true(param->trained || largest > 0);
+        if (!(worst <= 1e-5 * largest)) fail_msg("%s: %s up to %g, off by %g", name, param->hf_name, largest, worst);
+    }
+    free(losses);
+    close_subject(&s), close_subject(&gradients);
+}
+
+static void a_repeated_module_has_the_losses_and_gradients_of_megatron_core(void **state) {
+    (void)state;
+    check_megatron("mtp_repeated", "0.7");
+    check_megatron("mtp_hybrid", "0.3");
+}
+
+/* ---- folders of Nemotron-H, and of one module that is repeated */
+
+static void a_repeated_module_is_one_module_of_the_folder(void **state) {
+    (void)state;
+    static const struct {
+        const char *family, *words, *names[4];
+    } cases[] = {{"deepseek_v3", "", {"model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight"}},
+                 {"qwen3_5", "", {"mtp.fc.weight", "mtp.norm.weight"}},
+                 {"llama", "", {"model.layers.4.eh_proj.weight"}},
+                 {"nemotron_h",
+                  "--mtp-hybrid-override-pattern *E",
+                  {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.mixer.q_proj.weight", "mtp.layers.1.mixer.gate.weight",
+                   "mtp.layers.1.final_layernorm.weight"}}};
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        fixture f;
+        mt_run_options o;
+        mt_error error;
+        mt_safetensors *set;
+        char words[128], folder[300];
+        snprintf(words, sizeof words, "--mtp-num-layers 3 --mtp-use-repeated-layer %s", cases[k].words);
+        open_with_modules(&f, cases[k].family, words);
+        save_model(&f, at(cases[k].family));
+        snprintf(folder, sizeof folder, "%s/iter_0000001", at(cases[k].family));
+        if (mt_safetensors_open_folder(&set, folder, "model", &error) != 0) fail_msg("%s", error.text);
+        for (int i = 0; i < 4 && cases[k].names[i]; i++)
+            if (!mt_safetensors_find(set, cases[k].names[i])) fail_msg("no %s", cases[k].names[i]);
+        mt_safetensors_close(set);
+        snprintf(folder, sizeof folder, "%s/iter_0000001/config.json", at(cases[k].family));
+        json_t *config = json_load_file(folder, 0, NULL);
+        json_t *number = json_object_get(config, "num_nextn_predict_layers");
+        assert_true(!number || json_integer_value(number) == 1);
+        assert_true(json_is_true(json_object_get(config, "mtp_use_repeated_layer")));
+        json_decref(config);
+        parse_load(&o, MT_PROGRAM_TRAIN, at(cases[k].family), TRAIN);
+        assert_true(o.stack.mtp_num_layers == 3 && o.stack.mtp_use_repeated_layer);
+        assert_int_equal(o.stack.hf_family, f.options.stack.hf_family);
+        if (load_folder(&o, at(cases[k].family), true, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        // one module of the folder for another number of depths
+        parse_load(&o, MT_PROGRAM_TRAIN, at(cases[k].family), TRAIN "--mtp-num-layers 2");
+        if (load_folder(&o, at(cases[k].family), true, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        parse_load(&o, MT_PROGRAM_TRAIN, at(cases[k].family), TRAIN "--mtp-num-layers 0");
+        if (load_folder(&o, at(cases[k].family), true, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        parse_load(&o, MT_PROGRAM_INFER, at(cases[k].family), "--prompt-tokens 1,2");
+        if (load_folder(&o, at(cases[k].family), false, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        close_family(&f);
+    }
+}
+
+/* NVIDIA's folders of Nemotron-H hold one module, and config.json describes it; they do not say how often it is used.
+ */
+static void the_module_of_a_released_nemotron_h_is_read_where_it_is_asked_for(void **state) {
+    (void)state;
+    fixture f;
+    mt_run_options o;
+    mt_error error;
+    char path[512];
+    open_with_modules(&f, "nemotron_h", "--mtp-num-layers 1 --mtp-hybrid-override-pattern *E");
+    const char *folder = at("released");
+    save_weights(&f, folder);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    json_t *config = json_load_file(path, 0, NULL);
+    assert_int_equal(json_object_del(config, "mtp_num_layers"), 0);
+    assert_int_equal(json_integer_value(json_object_get(config, "num_nextn_predict_layers")), 1);
+    assert_int_equal(json_dump_file(config, path, 0), 0);
+    json_decref(config);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN);
+    assert_int_equal(o.stack.mtp_num_layers, 0);
+    if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 2 --mtp-use-repeated-layer");
+    assert_string_equal(o.stack.mtp_hybrid_layers, "*E");
+    assert_int_equal(o.stack.hf_family, MT_HF_NEMOTRON_H);
+    if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 2");
+    assert_int_equal(load_folder(&o, folder, true, &error), -1);
+    if (!strstr(error.text, "\"mtp.layers.2.mixer.q_proj.weight\" of a module")) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    close_family(&f);
+}
+
 /* Adds to folder/model.safetensors a copy of a tensor under another name, with one byte changed if `changed`. */
 static void add_copy(const char *folder, const char *name, const char *copied, bool changed) {
     char path[512];
@@ -580,6 +826,18 @@ static void unsupported_options_with_modules_are_refused(void **state) {
         {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
         {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
          "and --pipeline-schedule zb-h1 exclude each other"},
+        {"--mtp-use-repeated-layer", "--mtp-use-repeated-layer needs --mtp-num-layers"},
+        {"--mtp-num-layers 1 --mtp-hybrid-override-pattern *-",
+         "--mtp-hybrid-override-pattern needs --hybrid-override-pattern"},
+        {"--hybrid-override-pattern * --mtp-num-layers 1", "--mtp-hybrid-override-pattern is missing"},
+        {"--hybrid-override-pattern */*-/*", "has modules (/) of different layers"},
+        {"--hybrid-override-pattern */*-/*-- --mtp-num-layers 2", "has modules (/) of different layers"},
+        {"--hybrid-override-pattern */-/- --mtp-num-layers 3", "has 2 modules (/), and --mtp-num-layers is 3"},
+        {"--hybrid-override-pattern */-/- --mtp-hybrid-override-pattern *-", "leave one of them out"},
+        {"--hybrid-override-pattern */M", "--mtp-hybrid-override-pattern is M; a module"},
+        {"--hybrid-override-pattern */", "--mtp-hybrid-override-pattern is ; a module"},
+        {"--hybrid-override-pattern */*E", "--mtp-hybrid-override-pattern *E has experts (E), and"},
+        {"--hybrid-override-pattern */-/-/-/-/-/-/-/-/-", "has 9 modules (/), and 8 are possible"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_run_options o;
@@ -593,10 +851,15 @@ static void unsupported_options_with_modules_are_refused(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(losses_and_gradients_equal_a_reference_in_double),
+        cmocka_unit_test(a_repeated_module_has_the_gradients_of_two_modules_with_its_weights),
+        cmocka_unit_test(a_repeated_module_has_the_losses_and_gradients_of_megatron_core),
         cmocka_unit_test(evaluation_ignores_modules),
         cmocka_unit_test_setup_teardown(a_run_with_modules_continues_bit_for_bit, make_root, remove_root),
         cmocka_unit_test_setup_teardown(the_number_of_modules_is_read_from_the_folder, make_root, remove_root),
         cmocka_unit_test_setup_teardown(qwens_module_has_its_names_and_attends, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(a_repeated_module_is_one_module_of_the_folder, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(the_module_of_a_released_nemotron_h_is_read_where_it_is_asked_for, make_root,
+                                        remove_root),
         cmocka_unit_test_setup_teardown(a_stored_copy_of_a_shared_tensor_must_be_equal, make_root, remove_root),
         cmocka_unit_test_setup_teardown(modules_that_no_family_names_are_left_out, make_root, remove_root),
         cmocka_unit_test(unsupported_options_with_modules_are_refused),

@@ -79,6 +79,18 @@ list_known() {
         { for (i = 2; i <= NF; i++) { emit($i, $1); if (sub(/^mt_cpu_/, "", $i)) emit($i, $1) } }' | sort -u
 }
 
+# Filters lines "PAGE: there is no option NAME": without those of other programs' names that train takes.
+unless_taken() {
+    while IFS= read -r line; do
+        name=${line##* there is no option }
+        case $line in *' there is no option '*)
+            "$train" "${name% }" </dev/null 2>&1 |
+                grep -q 'unknown option\|is named\|is not supported\|has no meaning' || continue ;;
+        esac
+        echo "$line"
+    done
+}
+
 # names_exist PAGE...: files that are linked, files and code named between backticks, sections and options.
 names_exist() {
     [ -s "$work/known" ] || list_known >"$work/known"
@@ -88,7 +100,8 @@ names_exist() {
         $1 == "word" || $1 == "option" || $1 == "section" || $1 == "chapter" {
             if (!(($1, $3, $4) in known)) printf "%s: there is no %s %s %s\n", $2, $1, $3, $4
         }
-        $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" >"$work/err"
+        $1 == "anchor" { printf "%s: there is no anchor %s\n", $2, $3 }' "$work/known" "$work/names" |
+        unless_taken >"$work/err"
     grep '^file' "$work/names" | while read -r kind from word; do
         path=$tree/$word
         case $word in /*) path=$word ;; esac

@@ -129,8 +129,8 @@ muon_on_ranks_with_experts() {
             --sequence-parallel --muon-tp-mode duplicated --use-distributed-optimizer
 }
 
-latents='--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4
-    --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear'
+latents='--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8
+    --qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear'
 muon_on_ranks_with_latents() {
     rm -f "$work/ranks"
     one='--optimizer muon --muon-fp32-matmul-prec highest --train-iters 4'

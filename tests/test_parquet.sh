@@ -1,6 +1,6 @@
 #!/bin/sh
 # Files of Parquet as samples and prompts: the same as the lines of JSON that have the same rows. pyarrow writes the
-# files, in the Python of MT_PYTHON.
+# files, in the Python of MT_PYTHON or in that of `make deps-dev`.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
@@ -8,6 +8,9 @@ model='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --position-embedd
     --tokenizer-type ByteLevel --chat-template plain --device cpu --seq-length 64 --micro-batch-size 1 --lr 1e-3
     --eval-iters 0 --split 1,0,0'
 python=${MT_PYTHON:-python3}
+if ! "$python" -c 'import pyarrow.parquet' 2>/dev/null && [ -z "${MT_PYTHON:-}" ]; then
+    python=build/python/bin/python
+fi
 
 # sft FILES...: trains on samples; its losses are in $work/metrics.
 sft() {
@@ -39,6 +42,23 @@ a_program_that_fails_is_an_error() (
         fake 'echo; echo "{}"; echo =' && unread 'the program that reads it wrote something else than rows' &&
         fake 'echo; echo "!no such thing"' && unread 'cannot be read as a Parquet file: no such thing' &&
         fake 'echo; echo =[]; echo =' && unread 'has no samples'
+)
+
+# A signal ends a run that waits for the program: the first one, not the end of the wait.
+a_signal_ends_the_wait() (
+    printf 'PAR1 and more' >"$work/x.parquet"
+    for before in : echo; do
+        fake "$before; : >'$work/started'; exec sleep $((2 * hang))"
+        rm -f "$work/started"
+        # shellcheck disable=SC2086
+        timeout "$hang" "$train" --sft $model --global-batch-size 1 --train-iters 1 --data-path "$work/x.parquet" \
+            >"$work/out" 2>"$work/err" </dev/null &
+        while [ ! -e "$work/started" ]; do sleep 0.1; done
+        kill -TERM $!
+        wait $!
+        status=$?
+        [ "$status" = 1 ] && says '^error: .*a signal ended the run while ' "$work/err" || return 1
+    done
 )
 
 write_files() {
@@ -75,6 +95,13 @@ pq.write_table(pa.table({"prompt": ["a", "b"], "answer": pa.array([decimal.Decim
                          "day": [datetime.date(2026, 1, 2), None], "nan": [float("nan"), float("inf")],
                          "at": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64()))}),
                work + "/types.parquet")
+pq.write_table(pa.table({"prompt": ["a", "b"], "response": ["c", "d"], "Prompt": [1, 2],
+                         "s": [{"x": 1, "prompt": [{"y": 2}]}] * 2, "at": pa.array([1, 2], pa.timestamp("ns")),
+                         "in": pa.array([{"at": 1}] * 2, pa.struct([("at", pa.timestamp("ns"))]))}),
+               work + "/odd.parquet")
+pq.write_table(pa.table({"prompt": ["a"], "response": ["b"],
+                         "m": pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64()))}),
+               work + "/pairs.parquet")
 whole = open(work + "/many.parquet", "rb").read()
 open(work + "/cut.parquet", "wb").write(whole[:len(whole) // 2])
 open(work + "/damaged.parquet", "wb").write(whole[:40] + bytes(200) + whole[240:])
@@ -101,10 +128,13 @@ files_mix() {
         same_series "$work/lines" "$work/metrics" 0 0 lm_loss grad_norm
 }
 
-# refuses FILE PATTERN: a run on the samples of $work/FILE.parquet.
+# refuses FILE PATTERN ARGUMENTS...: a run on the samples of $work/FILE.parquet.
 refuses() {
+    file=$1 pattern=$2
+    shift 2
     # shellcheck disable=SC2086
-    refused "$1.parquet$2" "$train" --sft $model --global-batch-size 1 --train-iters 1 --data-path "$work/$1.parquet"
+    refused "$file.parquet$pattern" "$train" --sft $model --global-batch-size 1 --train-iters 1 \
+        --data-path "$work/$file.parquet" "$@"
 }
 
 damage_is_an_error() {
@@ -165,6 +195,15 @@ values_of_other_types_are_texts() {
         says 'skipped .*types.parquet:2: has no "answer"' "$work/out" && says ': 1 prompts' "$work/out"
 }
 
+# Columns that Python has no values for stop no run, and names that differ in upper case are kept.
+columns_that_nobody_asked_for_are_no_error() {
+    sft "$work/odd.parquet" && says ': 2 samples' "$work/out" &&
+        refuses odd ':1: has "response" but not "none".*; the file has .* prompt, response, Prompt, s, at, in$' \
+            --prompt-key none &&
+        refuses odd ':1: .*"Prompt"' --prompt-key Prompt || return 1
+    [ "$1" = duckdb ] || { sft "$work/pairs.parquet" && says ': 1 samples' "$work/out"; } # duckdb refuses such a map
+}
+
 all_of_them() {
     check "$1: rows_are_lines" rows_are_lines
     check "$1: files_mix" files_mix
@@ -173,11 +212,13 @@ all_of_them() {
     check "$1: prompts_of_verl_have_answers" prompts_of_verl_have_answers
     check "$1: infer_reads_rows" infer_reads_rows
     check "$1: values_of_other_types_are_texts" values_of_other_types_are_texts
+    check "$1: columns_that_nobody_asked_for_are_no_error" columns_that_nobody_asked_for_are_no_error "$1"
 }
 
 check a_program_that_fails_is_an_error a_program_that_fails_is_an_error
+check a_signal_ends_the_wait a_signal_ends_the_wait
 if ! "$python" -c 'import pyarrow.parquet' 2>/dev/null; then
-    echo "skipped: $python has no pyarrow to write files of Parquet"
+    echo "skipped: $python has no pyarrow to write files of Parquet: make deps-dev installs it, or set MT_PYTHON"
     exit $failed
 fi
 export MT_PYTHON="$python"

@@ -933,6 +933,16 @@ ranks_to_launch_are_planned() {
         says '^warning: --gpu h100: whether it has room is not checked: .* take --bf16' "$work/err"
 }
 
+# An error that no number of ranks mends does not wait for a million numbers, each with its layers balanced.
+numbers_to_launch_divide_the_batch() {
+    # shellcheck disable=SC2086
+    refused 'trace-last-step 1 comes before' timeout "$hang" "$train" $common $small --num-layers 48 --gpu h100 \
+        --global-batch-size 1000000 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout auto \
+        --trace "$work/t" --trace-first-step 5 --trace-last-step 1 --print-launch 1000000 &&
+        "$train" $common $small --global-batch-size 999983 --print-launch 999982 >"$work/out" &&
+        says '^ranks 1$' "$work/out"
+}
+
 # A plan saves nothing, so a signal ends it at once.
 a_signal_ends_a_plan() {
     # shellcheck disable=SC2086
@@ -980,6 +990,7 @@ check no_moved_layer_makes_a_balanced_step_shorter no_moved_layer_makes_a_balanc
 check unknown_gpus_need_no_more_memory unknown_gpus_need_no_more_memory
 check stages_of_unequal_layers_are_balanced stages_of_unequal_layers_are_balanced
 check ranks_to_launch_are_planned ranks_to_launch_are_planned
+check numbers_to_launch_divide_the_batch numbers_to_launch_divide_the_batch
 check the_run_at_hand_is_explained the_run_at_hand_is_explained
 check each_pipeline_rank_is_explained each_pipeline_rank_is_explained
 check messages_of_several_stages_are_explained messages_of_several_stages_are_explained

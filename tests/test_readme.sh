@@ -175,9 +175,18 @@ examples_are_listed() {
         says 'megatron.c megatron.h' "$work/out"
 }
 
+# The whole section, as it is written.
+coming_from_other_programs() {
+    blocks README.md 'Coming from other programs' || return 1
+    for program in Megatron-LM ROLL verl Trinity-RFT transformers; do
+        block "^# $program: " | runs || return 1
+    done
+    says '^saved iteration 3 to runs/tuned' "$work/out" && [ -e "$tree/runs/from-megatron/config.json" ]
+}
+
 for test in a_schedule_is_drawn_without_a_run errors_are_as_promised examples_are_listed training_on_your_own_text \
     every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks hugging_face_models \
-    a_yaml_file a_file_of_roll checkpoints_of_megatron; do
+    a_yaml_file a_file_of_roll checkpoints_of_megatron coming_from_other_programs; do
     check $test $test
 done
 exit $failed

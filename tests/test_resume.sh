@@ -168,6 +168,8 @@ a_damaged_file_has_one_text_that_names_the_checkpoint_before() {
             refuses "iter_0000006.*: damaged: .*; load $work/hurt/iter_0000003, the intact checkpoint before it\$" \
                 --train-iters 9 --load "$work/hurt" --save "$work/elsewhere" && says "$file" "$work/err" || return 1
             cp "$work/err" "$work/text"
+            refuses "iter_0000006.*$file" --train-iters 9 --load "$work/hurt/iter_0000006" --save "$work/elsewhere" &&
+                cmp "$work/err" "$work/text" || return 1
             [ $file = optimizer.safetensors ] && continue
             refused "$file" "$infer" --load "$work/hurt" --prompt-tokens 1 --print-tokens --device cpu &&
                 cmp "$work/err" "$work/text" || return 1
@@ -341,6 +343,8 @@ a_run_that_saves_nothing_leaves_no_lock() {
     refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/never" --data-path "$work/none" \
         --mock-data=false &&
         [ ! -e "$work/never" ] && mkdir "$work/empty" &&
+        refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/empty/a/b//c/" --data-path "$work/none" \
+            --mock-data=false && [ -z "$(ls -A "$work/empty")" ] &&
         refuses 'none.idx: cannot be read' --train-iters 3 --save "$work/empty" --data-path "$work/none" \
             --mock-data=false && [ -z "$(ls -A "$work/empty")" ] || return 1
     run --train-iters 1 --save "$work/empty" && [ -e "$work/empty/.lock" ] || return 1

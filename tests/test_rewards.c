@@ -8,9 +8,11 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -326,6 +328,32 @@ static void answers_that_are_no_number_are_refused(void **state) {
     }
 }
 
+#ifdef MT_HAVE_PCRE2
+/* An exponential pattern ends at PCRE2's limit. That is no match, said once. */
+static void a_response_that_takes_too_long_is_reported(void) {
+    char said[512] = "";
+    FILE *captured = tmpfile();
+    int before = dup(2);
+    assert_non_null(captured);
+    mt_reward_function *r = open_reward(MT_REWARD_REGEX, "^(a+)+$", 1);
+    dup2(fileno(captured), 2);
+    double none = score(r, "b", NULL);
+    long quiet = ftell(captured);
+    double first = score(r, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL);
+    double second = score(r, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaac", NULL);
+    double match = score(r, "aa", NULL);
+    dup2(before, 2);
+    close(before);
+    mt_reward_close(r);
+    rewind(captured);
+    said[fread(said, 1, sizeof said - 1, captured)] = 0;
+    fclose(captured);
+    assert_true(none == 0 && quiet == 0 && first == 0 && second == 0 && match == 1);
+    assert_non_null(strstr(said, "\"^(a+)+$\" gave up on a response of 48 bytes"));
+    assert_ptr_equal(strchr(said, '\n'), said + strlen(said) - 1);
+}
+#endif
+
 static void regex_matches_patterns(void **state) {
     (void)state;
     mt_reward_function *r;
@@ -342,9 +370,7 @@ static void regex_matches_patterns(void **state) {
     r = open_reward(MT_REWARD_REGEX, "(?<answer>x*)", 1); // empty matches
     assert_true(score(r, "\xc3\xa9xx\xc3\xa9", "") == 1);
     mt_reward_close(r);
-    r = open_reward(MT_REWARD_REGEX, "^(a+)+$", 1); // exponential: ends at PCRE2's limit
-    assert_true(score(r, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab", NULL) == 0);
-    mt_reward_close(r);
+    a_response_that_takes_too_long_is_reported();
     assert_int_equal(mt_reward_open(&r, MT_REWARD_REGEX, "(", 1, &error), -1);
     assert_says(&error, "\"(\"");
 #else

@@ -141,6 +141,67 @@ EOF
     done
 }
 
+# Each with an estimator of its own; the tokens of kl_cov and clip_cov are chosen from the whole step.
+every_loss_does_the_same_on_layouts() {
+    while read -r method; do
+        set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --ppo-epochs 2 \
+            --global-batch-size 8 --adam-eps 1e-4 --rollout-is sequence --rollout-is-batch-normalize
+        # shellcheck disable=SC2086
+        learn 1 "$work/one" "$@" --pg-variant $method || return 1
+        for layout in '' '--context-parallel-size 2'; do
+            # shellcheck disable=SC2086
+            learn 2 "$work/other" "$@" --pg-variant $method $layout || return 1
+            for key in reward response_tokens lm_loss grad_norm clip_fraction; do
+                same_series "$work/one" "$work/other" 1e-4 1 $key || {
+                    echo "$method: $layout"
+                    return 1
+                }
+            done
+        done
+    done <<EOF
+sapo --adv-estimator reinforce_plus_plus_baseline
+dppo_tv --adv-estimator opo --clip-ratio 0.01
+dppo_kl --adv-estimator gpg --clip-ratio 0.001 --clip-ratio-c 1.01
+dro --dro-beta 0.1 --adv-estimator grpo_passk
+kimi15
+kl_cov --kl-cov-ratio 0.2
+clip_cov --clip-cov-ratio 0.2 --clip-cov-lb 0.01 --clip-cov-ub 5
+tis --tis-upper-bound 1.1
+topr --topr-positive-weight 2
+opmd
+sppo --clip-ratio 0.1
+EOF
+}
+
+# Generator and training agree here, so that bounds below 1 hold for all tokens.
+rollouts_are_corrected() {
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 1 --lr 1e-3 --pg-variant gpg
+    learn 1 "$work/plain" "$@" && series mismatch_kl "$work/plain" | awk '{ exit !($1 < 1e-4 && $1 > -1e-4) }' &&
+        series mismatch_perplexity_ratio "$work/plain" | awk '{ exit !($1 > 0.999 && $1 < 1.001) }' || return 1
+    for level in token sequence; do
+        learn 1 "$work/half" "$@" --rollout-is $level --rollout-is-threshold 0.5 || return 1
+        series rollout_weights_cut "$work/half" | grep -qx 1 || return 1
+        awk -v half="$(series grad_norm "$work/half")" -v whole="$(series grad_norm "$work/plain")" 'BEGIN {
+            exit !(whole > 0 && half / whole > 0.4999 && half / whole < 0.5001) }' || return 1
+    done
+    learn 1 "$work/none" "$@" --rollout-is token --rollout-is-threshold 0.1_0.5 &&
+        series grad_norm "$work/none" | grep -qx 0 || return 1
+    learn 1 "$work/all" "$@" --rollout-rs token_k1,seq_max_k2 --rollout-rs-threshold 0.5_2,1 &&
+        same_series "$work/plain" "$work/all" 1e-6 1 grad_norm &&
+        series rollout_tokens_rejected "$work/all" | grep -qx 0 || return 1
+    learn 1 "$work/rejected" "$@" --rollout-rs seq_mean_k1 --rollout-rs-threshold 2_3 &&
+        says 'rollout-rs leaves out all tokens' "$work/out" || return 1
+    set -- "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --chat-template plain --train-iters 1 --lr 1e-3
+    refused 'has token_k1 to k3.*not .seq_max_k1' "$@" --rollout-rs seq_max_k1 --rollout-rs-threshold 2 &&
+        refused 'has 2 values for 1 rules' "$@" --rollout-rs token_k1 --rollout-rs-threshold 2,3 &&
+        refused 'token_k2 expects one number above 0, not .1_2' "$@" --rollout-rs token_k2 --rollout-rs-threshold 1_2 &&
+        refused 'token_k1 expects LOW_HIGH' "$@" --rollout-rs token_k1 --rollout-rs-threshold 0.5 &&
+        refused 'has token_k1 twice' "$@" --rollout-rs token_k1,token_k1 --rollout-rs-threshold 2 &&
+        refused 'threshold expects HIGH or LOW_HIGH' "$@" --rollout-is token --rollout-is-threshold 3_2 &&
+        refused 'needs --dro-beta' "$@" --pg-variant dro
+}
+
 # Generation and training compare the probabilities of all tokens at --temperature, whatever tokens are drawn from.
 the_generation_gap_is_small() {
     while read -r drawn; do
@@ -520,8 +581,8 @@ contradictions_are_refused() {
     refused 'exclude each other' "$@" --overlong-penalty 1 --overlong-buffer-length 2 || return 1
     refused 'must be at most --max-new-tokens 4' "$@" --overlong-buffer-length 5 || return 1
     refused 'gspo and gmpo .* seq-mean-token-mean' "$@" --pg-variant gspo --loss-agg-mode token-mean || return 1
-    for given in 'gpg, which does not clip=--pg-variant gpg --clip-ratio-high 0.3' \
-        'gpg, which does not clip=--pg-variant gpg --clip-ratio 0.3' \
+    for given in 'with this --pg-variant, which has no range of ratios=--pg-variant gpg --clip-ratio-high 0.3' \
+        'with this --pg-variant, which has no range of ratios=--pg-variant gpg --clip-ratio 0.3' \
         'clip-ratio has no effect beside=--clip-ratio 0.3 --clip-ratio-low 0.1 --clip-ratio-high 0.2' \
         'without --kl-loss-coef or --kl-in-reward=--kl-loss-type k1' \
         'without --kl-loss-coef or --kl-in-reward=--ref-tensor-model-parallel-size 1' \
@@ -563,6 +624,8 @@ check the_format_is_learned learn_format
 check grpo_learns_to_sort grpo_learns
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 [ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
+[ "${HAVE_MPI:-}" ] && check every_loss_does_the_same_on_layouts every_loss_does_the_same_on_layouts
+check rollouts_are_corrected rollouts_are_corrected
 check the_generation_gap_is_small the_generation_gap_is_small
 check a_resumed_run_goes_on_as_before a_resumed_run_goes_on_as_before
 check a_damaged_critic_is_followed_by_the_one_before a_damaged_critic_is_followed_by_the_one_before

@@ -195,7 +195,7 @@ environments_concern_training_alone() {
 
 # A value that is refused does no harm where the command line has the option.
 refused_values_give_way_to_the_command_line() {
-    printf '%s\n' 'actor_train: {pg_variant: topr, training_args: {lr_scheduler_type: polynomial}}' \
+    printf '%s\n' 'actor_train: {pg_variant: toprr, training_args: {lr_scheduler_type: polynomial}}' \
         >"$work/values.yaml"
     refused 'pg_variant expects' "$train" --config "$work/values.yaml" --role actor_train --print-config &&
         refused 'lr_scheduler_type cannot be polynomial' "$train" --config "$work/values.yaml" --role actor_train \
@@ -395,6 +395,30 @@ EOF
         ! grep -q '^  bf16' "$work/out"
 }
 
+# Fields of transformers that no number depends on stop no run, as its users set them; others are refused.
+fields_without_effect_have_any_value() {
+    cat >"$work/idle.yaml" <<EOF
+sft_train:
+  training_args: {output_dir: out, run_name: first, report_to: wandb, logging_dir: ./logs, ddp_timeout: 180000000,
+    dataloader_num_workers: 4, dataloader_pin_memory: false, remove_unused_columns: false, logging_first_step: true,
+    log_level: info, torch_compile: true, use_liger_kernel: true, include_tokens_per_second: true, max_steps: 7,
+    gradient_checkpointing_kwargs: {use_reentrant: false}, ddp_find_unused_parameters: true}
+EOF
+    # shellcheck disable=SC2086
+    prints "$work/idle.yaml" sft_train $small --seq-length 32 --train-data-path none.jsonl &&
+        unused sft_train.training_args.run_name trackers && shows train-iters 7 || return 1
+    # shellcheck disable=SC2086
+    "$train" --mock-data $small --seq-length 32 --run_name first --report_to wandb --ddp_timeout 180000000 \
+        --dataloader_num_workers 4 --remove_unused_columns False --logging_first_step --torch_compile True \
+        --gradient_checkpointing_kwargs '{"use_reentrant": false}' --max_steps 7 --print-config >"$work/out" \
+        2>"$work/err" && says 'no effect here: .*--run_name' "$work/out" && shows train-iters 7 || return 1
+    for wrong in group_by_length=true gradient_checkpointing=true label_smoothing_factor=0.1; do
+        # shellcheck disable=SC2086
+        refused 'can only be' "$train" --mock-data $small --seq-length 32 "--$wrong" --print-config || return 1
+    done
+    says 'smoothed' "$work/err"
+}
+
 # As Python writes them, and transformers' values for "not given"; in both orders, and in a flat file.
 fields_on_the_command_line_may_be_at_their_defaults() {
     # shellcheck disable=SC2086
@@ -560,7 +584,7 @@ EOF
         return 1
     printf '%s\n' "data: {train_files: $work/say.jsonl, seed: 7}" 'actor_rollout_ref: {model: {path: a/b}, actor: {}}' \
         >"$work/seed.yaml"
-    prints "$work/seed.yaml" actor_train && sets data.seed seed 7
+    prints "$work/seed.yaml" actor_train && sets data.seed data-seed 7 && shows seed 42
 }
 
 # Names of ROLL's configuration that hold here with one value.
@@ -616,8 +640,11 @@ EOF
     sed 's/recompute_granularity: full/recompute_granularity: null, recompute_modules: [core_attn]/' \
         "$work/later.yaml" >"$work/modules.yaml" && prints "$work/modules.yaml" actor_train &&
         unused actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules 'of no use' || return 1
-    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/bad.yaml" &&
-        refused 'rollout_is is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
+    sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/correct.yaml" &&
+        prints "$work/correct.yaml" actor_train && sets algorithm.rollout_correction.rollout_is rollout-is token &&
+        sets algorithm.rollout_correction.rollout_is_threshold rollout-is-threshold 2.0 || return 1
+    sed 's/bypass_mode: false/bypass_mode: true/' "$work/later.yaml" >"$work/bad.yaml" &&
+        refused 'bypass_mode is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
         sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'bad.yaml:8: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config && sed 's/router: false/router: true/' "$work/later.yaml" >"$work/bad.yaml" &&
@@ -628,21 +655,23 @@ EOF
 # verl's other losses than PPO's do not clip twice, and those of whole sequences have an aggregation of their own. ROLL
 # names the loss without a ratio "vanilla", verl that of PPO.
 every_policy_loss_runs() {
-    for loss in vanilla gspo geo_mean cispo gpg; do
+    for loss in vanilla gspo geo_mean cispo gpg sapo dppo_tv dppo_kl dro kl_cov clip_cov; do
         for given in '' '\n    clip_ratio_c: 3.0\n    loss_agg_mode: token-mean'; do
-            sed "s/^    use_kl_loss: false/&\n    policy_loss: {loss_mode: $loss}$given/" "$roles/verl.yaml" \
-                >"$work/loss.yaml"
+            sed "s/^    use_kl_loss: false/&\n    policy_loss: {loss_mode: $loss, dro_beta: 0.1}$given/" \
+                "$roles/verl.yaml" >"$work/loss.yaml"
             # shellcheck disable=SC2086
             prints "$work/loss.yaml" actor_train $small --tensor-model-parallel-size 1 --data-path prompts.jsonl \
                 --seq-length 64 --max-new-tokens 4 && ! grep 'do not make a run' "$work/out" || return 1
             case $loss-$given in
             vanilla-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
             vanilla-*) sets actor_rollout_ref.actor.loss_agg_mode loss-agg-mode token-mean || return 1 ;;
+            dppo_*-) sets '(absent: clip_ratio_c)' clip-ratio-c 3 || return 1 ;;
+            dppo_*) sets actor_rollout_ref.actor.clip_ratio_c clip-ratio-c 3 || return 1 ;;
             *-) ! grep 'clip.ratio.c' "$work/out" || return 1 ;;
             *) unused actor_rollout_ref.actor.clip_ratio_c 'the policy loss' || return 1 ;;
             esac
             case $loss-$given in
-            gspo-?* | geo_mean-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
+            gspo-?* | geo_mean-?* | sapo-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
             esac
         done
     done
@@ -1434,6 +1463,7 @@ check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an
 check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_setting
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
+check fields_without_effect_have_any_value fields_without_effect_have_any_value
 check fields_on_the_command_line_may_be_at_their_defaults fields_on_the_command_line_may_be_at_their_defaults
 check intervals_may_be_shares_of_all_steps intervals_may_be_shares_of_all_steps
 check fields_of_another_name_must_agree fields_of_another_name_must_agree

@@ -41,7 +41,7 @@ static mt_grid job;
 #define LATENT                                                                                                         \
     " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
     " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
-    " --qk-pos-emb-head-dim 4 --v-head-dim 7 --q-lora-rank 40"
+    " --qk-layernorm --latent-norm-epsilon 1e-6 --qk-pos-emb-head-dim 4 --v-head-dim 7 --q-lora-rank 40"
 #define DEEPSEEK                                                                                                       \
     LATENT " --num-experts 8 --moe-ffn-hidden-size 16 --moe-router-score-function sigmoid"                             \
            " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"        \

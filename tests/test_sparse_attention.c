@@ -291,7 +291,8 @@ enum { TOKENS = 96, LENGTH = 48, VOCABULARY = 64 };
 
 #define LATENT                                                                                                         \
     "--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "            \
-    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "              \
+    "--multi-latent-attention --qk-layernorm --latent-norm-epsilon 1e-6 --q-lora-rank 12 --kv-lora-rank 8 "            \
+    "--qk-head-dim 6 --qk-pos-emb-head-dim 4 "                                                                         \
     "--v-head-dim 5 "
 #define SPARSE                                                                                                         \
     LATENT "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk "

@@ -710,6 +710,61 @@ static void bad_patterns_are_refused_and_catastrophic_ones_fail(void **state) {
     mt_tokenizer_close(tokenizer);
 }
 
+/* Matches are those of Oniguruma in Ruby's syntax: the texts in which tokenizers 0.23 has replaced them by X. PCRE2
+ * gives other ones to each of these patterns. */
+static void patterns_mean_what_oniguruma_means(void **state) {
+    (void)state;
+    skip_without_libraries();
+    static const struct {
+        const char *pattern, *text, *replaced;
+    } rows[] = {
+        {"(?m)b.a", "ab\nab", "aXb"},
+        {"(?m:b.)b", "ab\nb", "aX"},
+        {"a{,2}b", "aaab", "aX"},
+        {"a{0,2}", "aaab", "XXbX"},
+        {"a|", "ab", "XbX"},
+        {"\\\\p{Han}+", "\344\270\255\343\200\201a", "X\343\200\201a"},
+        {"\\\\p{^Han}+", "\344\270\255\343\200\201a", "\344\270\255X"},
+        {"\\\\w+", "a\302\262 b", "X X"},
+        {"[\\\\w]+", "a\302\262 b", "X\302\262 X"},
+        {"\\\\ba", "\314\201a a", "\314\201a X"},
+        {"b\\\\B", "b\314\201 b", "X\314\201 b"},
+        {"[[:punct:]]+", "a\302\242b", "aXb"},
+        {"[[:alpha:]]+", "\342\223\220 \302\262", "X \302\262"},
+        {"[[:^lower:]]+", "a\302\252\302\262", "a\302\252X"},
+    };
+    static const char *const refused[] = {"[\\\\W]", "\\\\v", "\\\\Qa", "\\\\pL", "(?s)a", "[[:^word:]]"};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char json[1024];
+        snprintf(json, sizeof json,
+                 "{\"decoder\":{\"type\":\"Fuse\"},\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"Regex\":\"%s\"},"
+                 "\"content\":\"X\"},"
+                 "\"model\":{\"type\":\"BPE\",\"merges\":[],\"vocab\":{\"a\":0,\"b\":1,\"X\":2,\" \":3,\"\\n\":4,"
+                 "\"\344\270\255\":5,\"\343\200\201\":6,\"\302\262\":7,\"\314\201\":8,\"\302\242\":9,\"\342\223\220\":"
+                 "10,\"\302\252\":11}}}",
+                 rows[i].pattern);
+        mt_text file = {json, (int64_t)strlen(json), 0}, text = {0};
+        mt_error error = {0};
+        mt_ids ids = {0};
+        mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+        if (mt_tokenizer_load_json(tokenizer, "t.json", &file, NULL, &error)) fail_msg("%s", error.text);
+        assert_int_equal(mt_tokenizer_encode(tokenizer, rows[i].text, (int64_t)strlen(rows[i].text), &ids, &error), 0);
+        assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &text, &error), 0);
+        if (text.bytes != (int64_t)strlen(rows[i].replaced) ||
+            memcmp(text.data, rows[i].replaced, (size_t)text.bytes) != 0)
+            fail_msg("%s makes %.*s of %s, not %s", rows[i].pattern, (int)text.bytes, text.data, rows[i].text,
+                     rows[i].replaced);
+        free(text.data);
+        free(ids.data);
+        mt_tokenizer_close(tokenizer);
+    }
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char json[512];
+        snprintf(json, sizeof json, SPLIT("%s"), refused[i]);
+        check_refused_json(json, "Oniguruma");
+    }
+}
+
 /* The limit on backtracking holds for the whole text: no start alone reaches it here. Without it the first text has
  * its tokens, after a hundred times as many attempts. */
 static void a_text_of_many_costly_matches_fails_soon(void **state) {
@@ -956,6 +1011,7 @@ int main(void) {
         cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),
         cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
         cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_fail),
+        cmocka_unit_test(patterns_mean_what_oniguruma_means),
         cmocka_unit_test(a_text_of_many_costly_matches_fails_soon),
         cmocka_unit_test(searches_of_a_text_have_a_limit_of_time),
         cmocka_unit_test(a_match_is_found_behind_any_number_of_starts),

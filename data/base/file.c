@@ -497,11 +497,29 @@ static int mt_note_other(const char *folder, const char *name, void *lock) {
     return strcmp(name, lock) != 0;
 }
 
-void mt_folder_unlock(const char *folder, const char *name, bool made) {
+/* Cuts the last name of a path, with the slashes around it; false if there is no other. */
+static bool mt_path_cut(char *path) {
+    char *end = path + strlen(path);
+    while (end > path && end[-1] == '/') end--;
+    while (end > path && end[-1] != '/') end--;
+    while (end > path && end[-1] == '/') end--;
+    *end = 0;
+    return end > path;
+}
+
+int mt_folder_missing(const char *folder) {
+    char *path = mt_strdup(folder);
+    int missing = 0;
+    for (bool more = true; more && access(path, F_OK) != 0; more = mt_path_cut(path)) missing++;
+    free(path);
+    return missing;
+}
+
+void mt_folder_unlock(const char *folder, const char *name, int made) {
     if (mt_folder_visit(folder, mt_note_other, (void *)name) != 0) return;
     char *path = mt_path_join(folder, name);
     unlink(path);
-    if (made) rmdir(folder);
+    while (made-- > 0 && mt_path_cut(path) && rmdir(path) == 0) continue;
     free(path);
 }
 

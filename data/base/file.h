@@ -147,9 +147,12 @@ int mt_fingerprints_agree(const uint64_t *prints, const char *const *names, int6
  * file stays, as removing it could leave two holders with a file each. */
 int mt_folder_lock(const char *folder, const char *name, const char *option, mt_error *error);
 
-/* Removes the file of a lock that this process holds, and with `made`, by this process, the folder too: unless the
- * folder holds anything else. */
-void mt_folder_unlock(const char *folder, const char *name, bool made);
+/* The folders of a path, from the last one on, that mt_folder_create would make. */
+int mt_folder_missing(const char *folder);
+
+/* Removes the file of a lock that this process holds, and of the folders of the path the last `made`, which this
+ * process has made: unless a folder holds anything else. */
+void mt_folder_unlock(const char *folder, const char *name, int made);
 
 /* An error, as mt_folder_lock's, if another process holds the lock; takes no lock. A process that holds it itself must
  * not call this: closing the file would release the lock. */

@@ -1,5 +1,6 @@
 /* python.c: starts programs in Python. */
 #include "python.h"
+#include "signals.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -20,7 +21,11 @@ static int start_in(mt_child *child, const char *python, const char *program, co
     char first = 0;
     struct pollfd from = {child->from, POLLIN, 0};
     double until = mt_time() + MT_PYTHON_WAIT;
-    while (mt_time() < until && poll(&from, 1, 1000) <= 0) continue;
+    while (mt_time() < until && !mt_stop_requested() && poll(&from, 1, 1000) <= 0) continue;
+    if (mt_stop_requested()) {
+        mt_child_end(child, 0);
+        return mt_error_set(error, "%s: a signal ended the run while %s was to %s", path, python, purpose);
+    }
     if (read(child->from, &first, 1) == 1 && first == '\n') return 0;
     int status = mt_child_end(child, 1);
     if (status != -1 && WIFEXITED(status) && (WEXITSTATUS(status) == MT_PYTHON_LACKS || WEXITSTATUS(status) == 127))

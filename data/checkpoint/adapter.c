@@ -276,8 +276,10 @@ static int mt_peft_check(const json_t *json, const char *path, mt_error *error) 
     for (size_t i = 0; i < sizeof mt_peft_features / sizeof *mt_peft_features; i++) {
         const json_t *value = json_object_get(json, mt_peft_features[i].key);
         if (value && !mt_json_is_one_of(value, mt_peft_features[i].without))
-            return mt_error_set(error, "%s: \"%s\" asks for %s, which this program does not have", path,
-                                mt_peft_features[i].key, mt_peft_features[i].is);
+            return mt_error_set(error,
+                                "%s: \"%s\" asks for %s, which this program does not have; merge the adapter into its "
+                                "base by peft's merge_and_unload, and load that",
+                                path, mt_peft_features[i].key, mt_peft_features[i].is);
     }
     return mt_peft_check_parameters(json, path, error);
 }

@@ -168,6 +168,10 @@ static char *mt_checkpoint_look(const char *folder, char **lost, mt_error *error
         if (mt_link_check(folder, "config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "adapter_config.json", error) != 0) return NULL;
         if (mt_link_check(folder, "latest_checkpointed_iteration.txt", error) != 0) return NULL;
+        if (mt_folder_has(folder, "checksums.json") && mt_checkpoint_verify(folder, 0, error) != 0) {
+            *lost = mt_strdup(folder);
+            return NULL;
+        }
         const char *foreign = mt_foreign_format(folder, true);
         if (foreign)
             mt_error_set(error, "%s: %s", folder, foreign);

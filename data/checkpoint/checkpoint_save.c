@@ -970,23 +970,23 @@ static int mt_checkpoint_check_owner(const mt_run_options *o, mt_error *error) {
 }
 
 static char *mt_claimed;    // the folder that this process holds
-static bool mt_claimed_new; // and has made
+static int mt_claimed_made; // folders of its path that the process has made
 static pid_t mt_claimed_by;
 
 /* A run that ends before its first checkpoint, as by an error in its data, leaves no lock behind. */
 static void mt_checkpoint_release(void) {
-    if (getpid() == mt_claimed_by) mt_folder_unlock(mt_claimed, ".lock", mt_claimed_new); // not in a child
+    if (getpid() == mt_claimed_by) mt_folder_unlock(mt_claimed, ".lock", mt_claimed_made); // not in a child
 }
 
 /* Checks the folder again under the lock: another run may have saved there since, and ended. */
 static int mt_checkpoint_claim_alone(const mt_run_options *o, mt_error *error) {
     if (mt_checkpoint_check_owner(o, error) != 0) return -1;
-    bool is_new = access(o->save, F_OK) != 0;
+    int missing = mt_folder_missing(o->save);
     if (mt_folder_create(o->save, "--save", error) != 0) return -1;
     if (mt_folder_lock(o->save, ".lock", "--save", error) < 0) return -1; // open until the process ends
     if (!mt_claimed) atexit(mt_checkpoint_release);
     free(mt_claimed);
-    mt_claimed = mt_strdup(o->save), mt_claimed_new = is_new, mt_claimed_by = getpid();
+    mt_claimed = mt_strdup(o->save), mt_claimed_made = missing, mt_claimed_by = getpid();
     return mt_checkpoint_check_owner(o, error);
 }
 

@@ -237,7 +237,8 @@ static int mt_state_missing(const mt_param *param, mt_param_state state, const m
     if (param->layer >= options->num_layers)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
+                            "--mtp-num-layers to the modules that it holds, perhaps 0, or repeat one by "
+                            "--mtp-use-repeated-layer",
                             folder, param->hf_name, (long long)count);
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)count, option ? " and " : "", option ? option : "");
@@ -269,7 +270,7 @@ static const char *mt_tensor_repeats(const mt_options *options, const char *name
     const char *rest;
     if (mt_tensor_tied_to(options, name)) return mt_tensor_tied_to(options, name);
     int64_t module = mt_tensor_layer(options, name, &rest) - options->num_layers;
-    if (module < 0 || module >= options->mtp_num_layers) return NULL;
+    if (module < 0 || module >= mt_num_mtp_modules(options)) return NULL;
     return mt_shared_tensor(options, rest, true);
 }
 
@@ -329,9 +330,10 @@ static bool mt_tensor_is_of_other_module(const mt_run_options *options, const ch
     const char *rest;
     int64_t layer = mt_tensor_layer(&options->stack, name, &rest),
             end = options->stack.num_layers + options->mtp_layers_stored;
-    if (layer >= options->stack.num_layers + options->stack.mtp_num_layers && layer < end) return true;
+    if (layer >= options->stack.num_layers + mt_num_mtp_modules(&options->stack) && layer < end) return true;
     for (size_t i = 0; i < sizeof mt_other_modules / sizeof *mt_other_modules; i++)
         if (mt_other_modules[i].family == options->stack.hf_family &&
+            (options->stack.mtp_num_layers == 0 || !strstr(mt_other_modules[i].begins, "mtp")) &&
             strncmp(name, mt_other_modules[i].begins, strlen(mt_other_modules[i].begins)) == 0)
             return true;
     return false;

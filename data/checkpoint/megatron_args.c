@@ -73,6 +73,8 @@ static const struct {
     {"qk_pos_emb_head_dim", "multi_latent_attention"},
     {"v_head_dim", "multi_latent_attention"},
     {"mtp_num_layers", NULL},
+    {"mtp_use_repeated_layer", "mtp_num_layers"},
+    {"mtp_hybrid_override_pattern", MT_PATTERN}, // before Megatron-Core 0.19, whose pattern has the modules too
     {"softmax_type", NULL},
     {"softmax_scale", NULL},
     {"activation_func_clamp_value", NULL},
@@ -84,7 +86,6 @@ static const char *const mt_other_args[] = {
     "window_size",
     "heterogeneous_layers_config_path",
     "qk_l2_norm",
-    "mtp_use_repeated_layer",
     "apply_residual_connection_post_layernorm",
     "no_rope_freq",
     "use_mup",
@@ -94,7 +95,6 @@ static const char *const mt_other_args[] = {
     "moe_router_topk_limited_devices",
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
-    "mtp_hybrid_override_pattern",
 };
 
 /* True for a value other than None, False and 0. */
@@ -261,11 +261,14 @@ int mt_args_set(mt_run_options *of_args, const mt_pickled *args, const char *fol
         status = mt_args_set_yarn(of_args, args, folder, error);
     else if (status == 0 && !mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention"))) // which ignores them
         status = mt_args_set_rope(of_args, args, folder, error);
-    if (status != 0) return -1;
-    // Megatron-Core's latent attention rotates neighbouring channels, whatever its argument rotary_interleaved says
-    if (mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention")))
-        return mt_options_set(of_args, "rotary-interleaved", "true", error);
-    return 0;
+    if (status != 0 || !mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention"))) return status;
+    // Megatron-Core's latent attention rotates neighbouring channels, whatever its arguments rotary_interleaved and
+    // position_embedding_type say
+    const char *positions = mt_pickled_text(mt_pickled_get(args, "position_embedding_type"));
+    if (positions && strcmp(positions, "none") == 0 &&
+        mt_options_set(of_args, "position-embedding-type", "rope", error) != 0)
+        return -1;
+    return mt_options_set(of_args, "rotary-interleaved", "true", error);
 }
 
 /* The vocabulary: its tokens where the run had no tokenizer's file, else with its padding, unless a tokenizer says. */
@@ -295,18 +298,11 @@ static int mt_args_merge(mt_run_options *o, const mt_run_options *of_args, bool 
     return status;
 }
 
-/* The norms of latents have the epsilon of DeepSeek's models here, and in Megatron-Core that of all norms; those of
- * Mamba-2 that of all norms here, and in Megatron-Core one of their own. */
+/* The norms of Mamba-2 have the epsilon of all norms here, and in Megatron-Core one of their own. */
 static void mt_args_warn(const mt_pickled *args, const char *folder) {
     const mt_pickled *epsilon = mt_pickled_get(args, "norm_epsilon");
     char *pattern = mt_args_pattern(args);
     bool has_epsilon = epsilon && epsilon->kind == MT_PICKLED_REAL && mt_launch_rank() == 0;
-    bool is_latent = mt_pickled_is_set(mt_pickled_get(args, "multi_latent_attention"));
-    if (has_epsilon && is_latent && fabs(epsilon->real / 1e-6 - 1) > 1e-9)
-        fprintf(stderr,
-                "warning: %s: the norms of its latent attention add %g to the mean square, and here they add 1e-6, as "
-                "DeepSeek's models do\n",
-                folder, epsilon->real);
     if (has_epsilon && pattern && strchr(pattern, 'M') && fabs(epsilon->real / 1e-5 - 1) > 1e-9)
         fprintf(stderr,
                 "warning: %s: the norms of its Mamba-2 layers add 1e-5 to the mean square, and here they add %g, as "

@@ -307,6 +307,7 @@ static const struct {
     {"softmax_type", MT_AT(stack.softmax_type), MT_ARG_ALWAYS},
     {"vocab_size", MT_AT(stack.vocab_size), MT_ARG_ALWAYS},
     {"mtp_num_layers", MT_AT(stack.mtp_num_layers), MT_ARG_UNLESS_0},
+    {"mtp_use_repeated_layer", MT_AT(stack.mtp_use_repeated_layer), MT_ARG_ALWAYS},
     {"num_experts", MT_AT(stack.num_experts), MT_ARG_UNLESS_0},
     {"moe_ffn_hidden_size", MT_AT(stack.moe_ffn_hidden_size), MT_ARG_EXPERTS},
     {"moe_router_topk", MT_AT(stack.moe_router_topk), MT_ARG_EXPERTS},
@@ -328,7 +329,6 @@ static const struct {
     {"linear_key_head_dim", MT_AT(stack.linear_key_head_dim), MT_ARG_LINEAR},
     {"linear_value_head_dim", MT_AT(stack.linear_value_head_dim), MT_ARG_LINEAR},
     {"linear_conv_kernel_dim", MT_AT(stack.linear_conv_kernel_dim), MT_ARG_LINEAR},
-    {"hybrid_layer_pattern", MT_AT(hybrid_override_pattern), MT_ARG_HYBRID},
     {"mamba_state_dim", MT_AT(stack.mamba_state_dim), MT_ARG_HYBRID},
     {"mamba_head_dim", MT_AT(stack.mamba_head_dim), MT_ARG_HYBRID},
     {"mamba_num_groups", MT_AT(stack.mamba_num_groups), MT_ARG_HYBRID},
@@ -350,6 +350,12 @@ static const struct {
     {"context_parallel_size", MT_AT(stack.context_parallel_size), MT_ARG_ALWAYS},
     {"expert_model_parallel_size", MT_AT(stack.expert_model_parallel_size), MT_ARG_ALWAYS},
 };
+
+bool mt_dist_holds(size_t offset) {
+    for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++)
+        if (mt_saved_args[i].offset == offset) return true;
+    return false;
+}
 
 /* An option's value. */
 static void mt_arg_write(mt_pickler *p, const mt_run_options *o, const mt_option *row, mt_arg_when when) {
@@ -390,6 +396,19 @@ static void mt_arg_write_linear_layers(mt_pickler *p, const mt_options *o) {
     mt_list_end(p);
 }
 
+/* The pattern of a hybrid model, and a / and the layers of each module of multi-token prediction. */
+static void mt_arg_write_pattern(mt_pickler *p, const mt_options *o) {
+    mt_bytes text = {0};
+    mt_bytes_add(&text, o->hybrid_layers, (int64_t)strlen(o->hybrid_layers));
+    for (int64_t i = 0; i < o->mtp_num_layers; i++) {
+        mt_bytes_add(&text, "/", 1);
+        mt_bytes_add(&text, o->mtp_hybrid_layers, (int64_t)strlen(o->mtp_hybrid_layers));
+    }
+    mt_bytes_add(&text, "", 1);
+    mt_item_text(p, "hybrid_layer_pattern", text.data);
+    free(text.data);
+}
+
 /* mscale of Megatron-Core, from the factor of cos and sin: g(mscale) / g(mscale_all_dim). */
 static double mt_yarn_mscale_of(const mt_options *o) {
     double scaled = o->yarn_attention_factor * mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
@@ -410,6 +429,7 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
         mt_arg_write(p, o, mt_option_of(mt_saved_args[i].offset), when);
     }
     if (experts && !s->hybrid_layers) mt_arg_write_freq(p, o);
+    if (s->hybrid_layers) mt_arg_write_pattern(p, s);
     if (s->linear_layers) mt_arg_write_linear_layers(p, s);
     mt_item_bool(p, "group_query_attention", s->num_query_groups != s->num_attention_heads);
     mt_item_bool(p, "add_position_embedding", s->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE);

@@ -4,6 +4,7 @@
 #include "megatron_tensors.h"
 
 #include "../options/option_table.h"
+#include "megatron_save.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -134,14 +135,25 @@ static const struct {
 };
 enum { MT_NUM_CORE_NAMES = sizeof mt_core_names / sizeof *mt_core_names };
 
+/* The name of the layer of modules of multi-token prediction, between "mtp.layers" with its number and the row's name;
+ * of hybrid models that of the layer with this half. */
+static void mt_core_module_layer(char text[48], const mt_options *o, const char *name) {
+    bool of_feed_forward = strncmp(name, ".mlp.", 5) == 0 || strncmp(name, ".pre_mlp_layernorm.", 19) == 0;
+    if (o->hybrid_layers)
+        snprintf(text, 48, ".mtp_model_layer.layers.%d", of_feed_forward && o->mtp_hybrid_layers[1]);
+    else
+        snprintf(text, 48, ".transformer_layer");
+}
+
 /* The matrix of a row of the names; NULL: none. */
 static const mt_megatron_matrix *mt_core_find(const mt_megatron *checkpoint, const mt_param *param,
                                               mt_param_state state, const mt_options *o, const char *name) {
-    char whole[160];
+    char whole[192], of_layer[48] = "";
     int64_t module = param->layer - o->num_layers;
     bool in_layer = *name == '.', of_module = param->layer >= 0 && module >= 0;
-    const char *begin = !in_layer ? "" : of_module ? "mtp.layers.transformer_layer" : "decoder.layers";
-    snprintf(whole, sizeof whole, "%s%s", begin, name);
+    if (in_layer && of_module) mt_core_module_layer(of_layer, o, name);
+    const char *begin = !in_layer ? "" : of_module ? "mtp.layers" : "decoder.layers";
+    snprintf(whole, sizeof whole, "%s%s%s", begin, of_layer, name);
     int64_t layer = !in_layer && !of_module ? -1 : of_module ? module : param->layer;
     return mt_megatron_find(checkpoint, state, whole, layer, param->expert);
 }
@@ -281,6 +293,7 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     const char *name = mt_core_names[index].name, *freq = run->moe_layer_freq;
     bool in_layer = *name == '.', of_module = param->layer >= o->num_layers;
     bool alike = (!freq || strcmp(freq, "1") == 0) && !o->linear_layers && !o->hybrid_layers;
+    char of_layer[48] = "";
     mt_placement place;
     int64_t first, size, rows = mt_core_rows(param, index, state, o, &place, &first, &size);
     *chunk = (mt_core_chunk){.num_dims = 0};
@@ -288,10 +301,10 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
         snprintf(chunk->name, sizeof chunk->name, "%sdecoder.layers%s", mt_core_states[state], name);
         mt_core_add_dim(chunk, o->num_layers, param->layer, 1);
     } else if (in_layer) {
+        if (of_module) mt_core_module_layer(of_layer, o, name);
         snprintf(chunk->name, sizeof chunk->name, "%s%s.%lld%s%s", mt_core_states[state],
                  of_module ? "mtp.layers" : "decoder.layers",
-                 (long long)(of_module ? param->layer - o->num_layers : param->layer),
-                 of_module ? ".transformer_layer" : "", name);
+                 (long long)(of_module ? param->layer - o->num_layers : param->layer), of_layer, name);
     } else if (of_module) { // "mtp.layers.enorm.weight"
         snprintf(chunk->name, sizeof chunk->name, "%smtp.layers.%lld%s", mt_core_states[state],
                  (long long)(param->layer - o->num_layers), name + strlen("mtp.layers"));
@@ -306,28 +319,39 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
     return true;
 }
 
-/* Options of the model that the arguments of such a folder do not hold: with another value than the default,
- * Megatron-LM would build another model from them. */
-static const size_t mt_core_without_argument[] = {
-    MT_AT(stack.geglu),
-    MT_AT(stack.activation_func_clamp_value),
-    MT_AT(stack.glu_linear_offset),
-    MT_AT(stack.embedding_multiplier),
-    MT_AT(stack.residual_multiplier),
-    MT_AT(stack.logits_scaling),
-    MT_AT(stack.norm_placement),
-    MT_AT(stack.qk_layernorm_all_heads),
-    MT_AT(stack.value_channels),
-    MT_AT(stack.attention_value_scale),
-    MT_AT(stack.window_size),
-    MT_AT(no_rope_freq),
-    MT_AT(stack.llama_4_scaling_beta),
-    MT_AT(stack.mamba_dt_limit_low),
-    MT_AT(stack.mamba_dt_limit_high),
-    MT_AT(stack.mamba_conv_bias),
-    MT_AT(stack.moe_router_linear_bias),
-    MT_AT(stack.moe_router_quantile_bias),
+/* Options of the model that an argument of another form holds, or mt_core_check_arguments compares, and options
+ * of training alone. Any other option without an argument must have its default: Megatron-LM would build another
+ * model from the arguments. */
+static const size_t mt_core_other_arguments[] = {
+    MT_AT(group_query_attention),
+    MT_AT(linear_attention_freq),
+    MT_AT(moe_layer_freq),
+    MT_AT(stack.moe_router_group_best),
+    MT_AT(stack.softmax_scale),
+    MT_AT(stack.rotary_interleaved),
+    MT_AT(stack.rope_scaling_type),
+    MT_AT(stack.rope_scaling_factor),
+    MT_AT(stack.rope_low_freq_factor),
+    MT_AT(stack.rope_high_freq_factor),
+    MT_AT(stack.original_max_position_embeddings),
+    MT_AT(stack.yarn_beta_fast),
+    MT_AT(stack.yarn_beta_slow),
+    MT_AT(stack.yarn_correction_range_round_to_int),
+    MT_AT(yarn_mscale),
+    MT_AT(stack.yarn_mscale_all_dim),
+    MT_AT(stack.yarn_attention_factor),
+    MT_AT(stack.init_method_std),
+    MT_AT(stack.moe_aux_loss_coeff),
+    MT_AT(stack.latent_norm_epsilon),
 };
+
+/* True if the arguments describe the model whatever value this option has. */
+static bool mt_core_has_argument(const mt_option *row) {
+    if (row->origin == MT_OF_RUN || mt_dist_holds(row->offset)) return true;
+    for (size_t i = 0; i < sizeof mt_core_other_arguments / sizeof *mt_core_other_arguments; i++)
+        if (mt_core_other_arguments[i] == row->offset) return true;
+    return false;
+}
 
 /* An error if the arguments would not describe the model. */
 static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
@@ -335,9 +359,9 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
     bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, is_latent = o->multi_latent_attention;
     bool differs =
         o->rope_low_freq_factor != 1 || o->rope_high_freq_factor != 4 || o->original_max_position_embeddings != 8192;
-    for (size_t i = 0; i < sizeof mt_core_without_argument / sizeof *mt_core_without_argument; i++) {
-        const mt_option *row = mt_option_of(mt_core_without_argument[i]);
-        if (mt_option_is_default(run, row)) continue;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        bool first = row->name && mt_option_of(row->offset) == row;
+        if (!first || mt_core_has_argument(row) || mt_option_is_default(run, row)) continue;
         return mt_error_set(error,
                             "--ckpt-format torch_dist: arguments of Megatron-LM do not hold --%s, and its model would "
                             "be another one; leave --ckpt-format out",
@@ -350,6 +374,15 @@ static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
     if (is_latent && (is_llama3 || o->rope_scaling_type == MT_ROPE_SCALING_LINEAR || o->softmax_scale > 0))
         return mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core has neither "
                                    "--softmax-scale nor RoPE scaled other than by yarn; leave --ckpt-format out");
+    if (is_latent && o->position_embedding_type == MT_POSITION_NONE)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: latent attention of Megatron-Core has RoPE in any case, and "
+                            "this model has none; leave --ckpt-format out");
+    if (is_latent && o->qk_layernorm && o->latent_norm_epsilon > 0 && o->latent_norm_epsilon != o->norm_epsilon)
+        return mt_error_set(error,
+                            "--ckpt-format torch_dist: norms of Megatron-Core add one epsilon, and this model's norms "
+                            "of latents add %g, the others %g; leave --ckpt-format out",
+                            o->latent_norm_epsilon, o->norm_epsilon);
     if (o->attention_output_bias != run->add_bias_linear || o->mlp_bias != run->add_bias_linear)
         return mt_error_set(error,
                             "--ckpt-format torch_dist: arguments of Megatron-LM hold biases of all linear layers, "
@@ -382,9 +415,6 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     if (status == 0 && run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
-    if (status == 0 && run->stack.hybrid_layers && run->stack.mtp_num_layers > 0)
-        status = mt_error_set(error, "--ckpt-format torch_dist: the modules of --mtp-num-layers are not written for "
-                                     "--hybrid-override-pattern; leave --ckpt-format out");
     if (status == 0 && run->stack.hf_family == MT_HF_MIMO && run->stack.mtp_num_layers > 0)
         status =
             mt_error_set(error, "--ckpt-format torch_dist: MiMo's multi-token prediction joins its inputs in another "

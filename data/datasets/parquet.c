@@ -3,6 +3,7 @@
 
 #include "../base/file.h"
 #include "../base/python.h"
+#include "../base/signals.h"
 #include "../tokens/tokenizer_vocab.h"
 
 #include <errno.h>
@@ -50,6 +51,15 @@ static int report_end(rows *r, bool hangs, mt_error *error) {
     return mt_error_set(error, "%s: the program that reads it, python3 with pyarrow or duckdb, %s", r->path, how);
 }
 
+/* A signal requests a stop while the process is awaited. */
+static int report_stop(rows *r, mt_error *error) {
+    mt_child_end(&r->child, 0);
+    return mt_error_set(error,
+                        "%s: a signal ended the run while the program that reads the file, python3 with pyarrow or "
+                        "duckdb, was awaited",
+                        r->path);
+}
+
 /* Waits for a line, which ends with a 0 in place of its line feed. Returns its bytes; -1 with error. */
 static int64_t next_line(rows *r, char **line, mt_error *error) {
     mt_text *text = &r->received;
@@ -70,7 +80,9 @@ static int64_t next_line(rows *r, char **line, mt_error *error) {
         struct pollfd from = {r->child.from, POLLIN, 0};
         double left = until - mt_time();
         if (left <= 0) return report_end(r, true, error);
-        if (poll(&from, 1, (int)(1000 * left) + 1) <= 0) continue; // a signal
+        int ready = poll(&from, 1, left < 1 ? (int)(1000 * left) + 1 : 1000);
+        if (ready <= 0 && mt_stop_requested()) return report_stop(r, error);
+        if (ready <= 0) continue;
         mt_text_reserve(text, 1 << 20);
         ssize_t count = read(r->child.from, text->data + text->bytes, 1 << 20);
         if (count < 0 && (errno == EAGAIN || errno == EINTR)) continue;

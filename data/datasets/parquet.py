@@ -47,11 +47,28 @@ def by_pyarrow(path):
             yield from zip(*columns)
 
 
+# Python has no values for some columns, such as times in nanoseconds or maps that have a key twice. They are lists of
+# pairs or texts, or else "<TYPE>".
 def values_of(column):
-    try:
-        return column.to_pylist(maps_as_pydicts="strict")
-    except TypeError:  # an older pyarrow
-        return column.to_pylist()
+    for convert in (lambda: column.to_pylist(maps_as_pydicts="strict"),
+                    lambda: column.to_pylist(),  # also where pyarrow is older
+                    lambda: column.cast("string").to_pylist()):
+        try:
+            return convert()
+        except (TypeError, ValueError, KeyError, NotImplementedError):
+            pass
+    return ["<%s>" % column.type] * len(column)
+
+
+# duckdb gives other names to columns whose names differ in upper case alone, or not at all.
+def names_by_duckdb(connection, source):
+    elements = connection.execute("SELECT name, num_children FROM parquet_schema(?)", [source]).fetchall()
+    names, skipped = [], 0  # skipped: elements of the last column that are left
+    for name, children in elements[1:]:
+        if skipped == 0:
+            names.append(name)
+        skipped += (children or 0) - (skipped > 0)
+    return names
 
 
 # The file is named by its descriptor, since duckdb reads * ? and [ in a path as a pattern.
@@ -59,8 +76,9 @@ def by_duckdb(path):
     with open(path, "rb") as file:
         connection = duckdb.connect()
         connection.execute("SET threads = 1")
-        rows = connection.execute("SELECT * FROM read_parquet(?)", ["/dev/fd/%d" % file.fileno()])
-        yield [column[0] for column in rows.description]
+        source = "/dev/fd/%d" % file.fileno()
+        yield names_by_duckdb(connection, source)
+        rows = connection.execute("SELECT * FROM read_parquet(?)", [source])
         while True:
             batch = rows.fetchmany(ROWS)
             if not batch:

@@ -362,7 +362,7 @@ static int decode_standard_input(const mt_tokenizer *tokenizer, mt_error *error)
         result = mt_error_set(error, "standard input: holds bytes that are not numbers; give token ids");
     if (result == 0) result = parse_ids(&ids, &input, error);
     if (result == 0) result = mt_tokenizer_decode(tokenizer, ids.data, ids.count, &output, error);
-    if (result == 0) fwrite(output.data, 1, (size_t)output.bytes, stdout);
+    if (result == 0 && output.bytes > 0) fwrite(output.data, 1, (size_t)output.bytes, stdout);
     free(input.data);
     free(output.data);
     free(ids.data);

@@ -32,25 +32,66 @@ void mt_token_rewards(double *rewards, const mt_loss_tokens *t, const double *sc
     }
 }
 
+/* The scores of a group, and of the counted tokens of its responses. */
+typedef struct mt_group_sums {
+    double number, sum, squares; // squares: of distances from the mean
+    double best, second;         // scores; second: of the others
+    double tokens, weighted;     // weighted: scores times tokens
+    double responses, scored;    // of all groups; scored: with a score that is not 0
+} mt_group_sums;
+
+static mt_group_sums mt_group_sum(const mt_advantage_tokens *t, const double *scores, int64_t s) {
+    mt_group_sums g = {.best = -INFINITY, .second = -INFINITY, .responses = (double)t->num_sequences};
+    for (int64_t other = 0; other < t->num_sequences; other++) {
+        const mt_span *span = &t->sequences[other];
+        double score = scores[other], tokens = 0;
+        g.scored += score != 0;
+        if (t->groups[other] != t->groups[s]) continue;
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len; i++) tokens += t->mask[i] != 0;
+        g.number += 1, g.sum += score, g.tokens += tokens, g.weighted += tokens * score;
+        g.second = mt_maximum(g.second, mt_minimum(g.best, score)), g.best = mt_maximum(g.best, score);
+    }
+    for (int64_t other = 0; other < t->num_sequences; other++)
+        if (t->groups[other] == t->groups[s])
+            g.squares += (scores[other] - g.sum / g.number) * (scores[other] - g.sum / g.number);
+    return g;
+}
+
 /* The advantage of all tokens of sequence s, from the scores of its group. */
 static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
                                  int64_t s) {
-    double number = 0, sum = 0, squares = 0;
-    for (int64_t other = 0; other < t->num_sequences; other++)
-        if (t->groups[other] == t->groups[s]) number += 1, sum += scores[other];
-    if (number == 1) return c->estimator == MT_ADV_GRPO && c->norm_by_std ? scores[s] / (1 + 1e-6) : scores[s];
-    double mean = sum / number, distance = scores[s] - mean;
-    if (c->estimator == MT_ADV_RLOO) return distance * number / (number - 1);
-    for (int64_t other = 0; other < t->num_sequences; other++)
-        if (t->groups[other] == t->groups[s]) squares += (scores[other] - mean) * (scores[other] - mean);
-    return c->norm_by_std ? distance / (sqrt(squares / (number - 1)) + 1e-6) : distance;
+    mt_group_sums g = mt_group_sum(t, scores, s);
+    bool alone = g.number == 1;
+    double mean = alone ? 0 : g.sum / g.number, distance = scores[s] - mean;
+    double deviation = alone ? 1 : sqrt(g.squares / (g.number - 1)), divisor = c->norm_by_std ? deviation + 1e-6 : 1;
+    switch (c->estimator) {
+    case MT_ADV_GRPO:
+        return distance / divisor;
+    case MT_ADV_RLOO:
+        return alone ? distance : distance * g.number / (g.number - 1);
+    case MT_ADV_OPO:
+        return alone ? distance : scores[s] - g.weighted / g.tokens;
+    case MT_ADV_GPG:
+        return distance * g.responses / mt_maximum(g.scored, 1);
+    case MT_ADV_GRPO_PASSK: // NaN stays
+        return scores[s] < g.best ? 0 : (g.best - g.second) / divisor;
+    case MT_ADV_REINFORCE_PLUS_PLUS_BASELINE:
+    case MT_ADV_REMAX:
+    case MT_ADV_GAE:
+    case MT_ADV_REINFORCE:
+    case MT_ADV_REINFORCE_PLUS_PLUS:
+        break;
+    }
+    return distance;
 }
 
 /* Backwards over the counted tokens of a sequence; tokens between them are passed over. */
 static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
                                    int64_t s) {
-    bool gae = c->estimator == MT_ADV_GAE, by_group = c->estimator == MT_ADV_GRPO || c->estimator == MT_ADV_RLOO;
-    double next_value = 0, running = 0, of_group = by_group ? mt_group_advantage(t, c, scores, s) : 0;
+    bool gae = c->estimator == MT_ADV_GAE, remax = c->estimator == MT_ADV_REMAX;
+    bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS;
+    double baseline = remax ? t->baselines[s] : 0;
+    double next_value = 0, running = 0, of_group = by_token ? 0 : mt_group_advantage(t, c, scores, s);
     const mt_span *span = &t->sequences[s];
     for (int64_t i = span->q_start + span->q_len - 1; i >= span->q_start; i--) {
         if (t->mask[i] == 0) continue;
@@ -58,8 +99,8 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
             running = t->rewards[i] + c->gamma * next_value - t->values[i] + c->gamma * c->lambda * running;
             next_value = t->values[i];
         } else
-            running = by_group ? of_group : t->rewards[i] + c->gamma * running;
-        t->advantages[i] = running, t->returns[i] = gae ? running + t->values[i] : running;
+            running = by_token ? t->rewards[i] + c->gamma * running : of_group;
+        t->advantages[i] = running - baseline, t->returns[i] = gae ? running + t->values[i] : running;
     }
 }
 
@@ -73,7 +114,10 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
             scores[s] += t->rewards[i], counted[i] = t->mask[i];
     }
     for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
-    if (c->whiten || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS) mt_whiten(t->advantages, counted, t->T);
+    bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
+    if (c->whiten || whitens) mt_whiten(t->advantages, counted, t->T);
+    bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE; // verl's returns of it are whitened
+    for (int64_t i = 0; i < t->T && returns_too; i++) t->returns[i] = t->advantages[i];
     for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], -clip, clip);
     free(scores);
     free(counted);

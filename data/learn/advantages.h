@@ -10,24 +10,25 @@ extern "C" {
 
 typedef struct mt_advantage_config {
     mt_adv_estimator estimator;
-    double gamma, lambda;  // gamma: all but GRPO and RLOO; lambda: GAE
-    bool norm_by_std;      // GRPO
-    bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ whitens always
+    double gamma, lambda;  // gamma: GAE and REINFORCE; lambda: GAE
+    bool norm_by_std;      // GRPO, GRPO_PASSK
+    bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ and its baseline: always
     double advantage_clip; // to +-, at the end; 0: none
 } mt_advantage_config;
 
 typedef struct mt_advantage_tokens {
     int64_t T, num_sequences;
-    const mt_span *sequences; // as in mt_loss_tokens
-    const float *mask;        // [T]
-    const int64_t *groups;    // [num_sequences] sequences with the same number answer the same prompt; GRPO and RLOO
-    const double *rewards;    // [T] a sequence's score is their sum over all of its tokens
-    const double *values;     // [T] GAE: of the critic
+    const mt_span *sequences;     // as in mt_loss_tokens
+    const float *mask;            // [T]
+    const int64_t *groups;        // [num_sequences] sequences with the same number answer the same prompt
+    const double *rewards;        // [T] a sequence's score is their sum over all of its tokens
+    const double *values;         // [T] GAE: of the critic
     double *advantages, *returns; // [T] results; 0 where the mask is 0
+    const double *baselines;      // [num_sequences] REMAX: of the prompt
 } mt_advantage_tokens;
 
 /* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with
- * norm_by_std: nearly). */
+ * norm_by_std: nearly; GRPO_PASSK needs two). */
 void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c);
 
 /* Token-level rewards[T]: a sequence's score, clipped to +-reward_clip (0: not), at its last counted token; where

@@ -27,6 +27,7 @@ struct mt_reward_function {
 
     void *pattern, *match, *context, *stack; // pcre2
     int answer_group;                        // of the pattern; 0: none
+    bool gave_up;                            // a response took the pattern too long, and that was reported
 
     mt_child child;            // the command
     mt_text repaired, request; // scratch; the line that is being sent
@@ -679,13 +680,27 @@ static void close_pattern(mt_reward_function *r) {
     pcre2_code_free(r->pattern);
 }
 
+/* A response that a pattern takes too long for counts as one without a match; the first of a run is reported. */
+static void report_limit(mt_reward_function *r, int status) {
+    PCRE2_UCHAR why[256] = "";
+    pcre2_get_error_message(status, why, sizeof why);
+    r->gave_up = true;
+    fprintf(stderr,
+            "warning: the reward's pattern \"%s\" gave up on a response of %lld bytes (%s), which counts as no match, "
+            "as later ones will; simplify the pattern\n",
+            r->argument, (long long)r->repaired.bytes, (const char *)why);
+}
+
 /* Finds the next match from *from on, and sets *from behind it. */
 static bool next_match(mt_reward_function *r, PCRE2_SIZE *from) {
     const mt_text *text = &r->repaired;
     if (*from > (PCRE2_SIZE)text->bytes) return false;
     int status = pcre2_match(r->pattern, (PCRE2_SPTR)(text->bytes ? text->data : ""), (PCRE2_SIZE)text->bytes, *from,
                              PCRE2_NO_UTF_CHECK, r->match, r->context);
-    if (status < 0) return false; // no match, or a limit
+    if (status < 0) {
+        if (status != PCRE2_ERROR_NOMATCH && !r->gave_up) report_limit(r, status);
+        return false;
+    }
     const PCRE2_SIZE *span = pcre2_get_ovector_pointer(r->match);
     *from = span[1] > *from ? span[1] : *from + 1;
     while (*from < (PCRE2_SIZE)text->bytes && ((unsigned char)text->data[*from] & 0xc0) == 0x80) ++*from;

@@ -25,6 +25,7 @@
 #include "../checkpoint/checkpoint_load.h"
 #include "../checkpoint/resume.h"
 #include "../report/report.h"
+#include "mismatch.h"
 #include "rollouts.h"
 #include "stage.h"
 
@@ -70,12 +71,17 @@ struct mt_rl {
     mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
+    mt_policy_config policy;
+    mt_correction correction;
     mt_plan_shape shape; // of micro-batches on the actor's grid
     /* of the iteration */
     // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
     // tokens of the vocabulary; NULL: none
     float *generated;
-    int64_t rounds; // of responses
+    int64_t rounds;        // of responses
+    mt_mismatch mismatch;  // of generator and training, before the correction
+    double generation_gap; // the largest difference of their log-probabilities
+    double cut, rejected;  // shares of counted tokens: with a bounded weight, left out
     double value_loss;
     phase_times times;
     double entropy;               // of the actor, summed over the tokens that count
@@ -456,6 +462,11 @@ static void configure_rollouts(mt_rl *rl) {
                                                            .whiten = o->whiten_advantages,
                                                            .advantage_clip = o->advantage_clip}};
     rl->shape = plan_shape_of(&o->stack);
+    mt_error none;
+    mt_stage_loss stage;
+    (void)mt_stage_loss_of(&stage, o);
+    rl->policy = stage.policy;
+    MT_CHECK(mt_options_correction(&rl->correction, o, &none) == 0); // option_rules.c did it too
 }
 
 /* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
@@ -767,23 +778,56 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
 
 /* ---- an iteration */
 
-/* The largest difference between the log-probabilities of the generator and of training. */
-static double generation_gap(const mt_rl *rl) {
+/* x[T] = log-probability in training - that of the generator, of each counted token. */
+static void compare_logps(const mt_rl *rl, double *x) {
     const mt_rollouts *r = &rl->rollouts;
     int64_t *first = mt_malloc((r->count + 1) * 8);
-    double gap = 0;
     first[0] = 0;
     for (int64_t s = 0; s < r->count; s++) first[s + 1] = first[s] + r->response_tokens[s];
     for (int64_t k = 0; k < r->samples.count; k++) {
         int64_t response = r->response_of[k], n = r->response_tokens[response];
-        int64_t end = r->spans[k].q_start + r->spans[k].q_len;
+        int64_t begin = r->spans[k].q_start + r->spans[k].q_len - n;
         for (int64_t i = 0; i < n; i++)
-            if (r->mask[end - n + i] != 0)
-                gap = mt_maximum(
-                    gap, fabs((double)rl->generated[first[response] + i] - r->inputs[MT_OLD_LOGP][end - n + i]));
+            if (r->mask[begin + i] != 0)
+                x[begin + i] = r->inputs[MT_OLD_LOGP][begin + i] - (double)rl->generated[first[response] + i];
     }
     free(first);
-    return gap;
+}
+
+/* Measures the mismatch of generator and training, weighs tokens by it and leaves tokens out, as options say. */
+static void correct(mt_rl *rl) {
+    mt_rollouts *r = &rl->rollouts;
+    double *x = mt_calloc(r->T * 8);
+    mt_mismatch_tokens tokens = {r->T, r->samples.count, r->spans, r->mask, x};
+    compare_logps(rl, x);
+    rl->mismatch = mt_mismatch_measure(&tokens);
+    rl->generation_gap = rl->cut = rl->rejected = 0;
+    for (int64_t i = 0; i < r->T; i++) rl->generation_gap = mt_maximum(rl->generation_gap, fabs(x[i]));
+    if (rl->correction.is != MT_ROLLOUT_IS_NONE)
+        rl->cut = mt_correction_weights(r->inputs[MT_ROLLOUT_WEIGHTS], &tokens, &rl->correction);
+    if (rl->correction.num_rules > 0) {
+        float *keeps = mt_malloc(mt_max(r->T, 1) * 4);
+        rl->rejected = mt_correction_keeps(keeps, &tokens, &rl->correction);
+        mt_rollouts_keep(r, keeps);
+        free(keeps);
+    }
+    free(x);
+}
+
+/* The tokens of sequences[count] that the policy loss treats apart. key: of a draw. */
+static void select_tokens(mt_rl *rl, const int64_t *sequences, int64_t count, uint64_t key) {
+    mt_rollouts *r = &rl->rollouts;
+    if (rl->policy.variant != MT_POLICY_TOPR) {
+        mt_loss_tokens tokens = {.T = r->T, .num_sequences = r->samples.count, .sequences = r->spans, .mask = r->mask};
+        tokens.logp = r->inputs[MT_OLD_LOGP], tokens.advantages = r->inputs[MT_ADVANTAGES];
+        mt_select_tokens(r->inputs[MT_SELECTED], &tokens, sequences, count, &rl->policy, key);
+        return;
+    }
+    for (int64_t k = 0; k < count; k++) {
+        const mt_span *span = &r->spans[sequences[k]];
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len; i++)
+            r->inputs[MT_SELECTED][i] = r->scores[r->response_of[sequences[k]]] > 0;
+    }
 }
 
 /* Steps of a role on all mini-batches, in micro-batches of `shape`. own: what it has of its own, which may be `state`.
@@ -801,6 +845,10 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
     for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, mt_options_data_seed(o), state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
+        if (role == &rl->actor && mt_policy_selects(rl->policy.variant)) {
+            uint64_t of_run = mt_random_key((uint64_t)mt_options_data_seed(o), UINT64_C(0x636f76), 0); // "cov"
+            select_tokens(rl, sequences, count, mt_random_key(of_run, (uint64_t)state->iteration, (uint64_t)i));
+        }
         mt_run_state inner = *state;
         take_trained(&inner, own);
         plan_batches(rl, sequences, count, shape);
@@ -855,6 +903,11 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
     free(sequences);
     int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
+    if (status == 0) correct(rl);
+    if (status == 0 && mt_rollouts_count(&rl->rollouts) == 0) {
+        lap(rl, SCORING, &then);
+        return 0;
+    }
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
     if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
@@ -922,7 +975,14 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "overlong", stats->overlong, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
-    if (trained) add_number(rl, "generation gap", generation_gap(rl), true);
+    if (trained) add_number(rl, "generation gap", rl->generation_gap, true);
+    if (trained) add_number(rl, "mismatch kl", rl->mismatch.kl, false);
+    if (trained) add_number(rl, "mismatch k3", rl->mismatch.k3, false);
+    if (trained) add_number(rl, "mismatch chi2", rl->mismatch.chi2, false);
+    if (trained) add_number(rl, "mismatch chi2 of sequences", rl->mismatch.chi2_sequence, false);
+    if (trained) add_number(rl, "mismatch perplexity ratio", rl->mismatch.perplexity_ratio, false);
+    if (trained && rl->correction.is != MT_ROLLOUT_IS_NONE) add_number(rl, "rollout weights cut", rl->cut, true);
+    if (trained && rl->correction.num_rules > 0) add_number(rl, "rollout tokens rejected", rl->rejected, true);
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
@@ -937,6 +997,7 @@ static void collect_numbers(mt_rl *rl) {
 void mt_rl_report(const mt_rl *rl, mt_report *report) {
     report->numbers = rl->numbers, report->num_numbers = rl->num_numbers;
     report->untrained = mt_rollouts_count(&rl->rollouts) > 0 ? NULL
+                        : rl->rejected > 0                   ? "--rollout-rs leaves out all tokens"
                         : rl->rollouts.samples.count > 0     ? "all responses are overlong"
                                                              : "no prompt has rewards that differ";
 }
@@ -949,12 +1010,13 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));
     int status = roll_out(rl, state, batch, error);
-    bool trains = mt_rollouts_count(r) > 0;
-    if (status == 0 && trains) status = learn(rl, state, batch, metrics, error);
+    rl->rejected = 0;
+    if (status == 0 && mt_rollouts_count(r) > 0) status = learn(rl, state, batch, metrics, error);
     mt_error cause;
     if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_TRAINING, &cause) != 0) // also without rewards or steps
         return mt_error_set(error, "%s", cause.text);
     if (status != 0) return status;
+    bool trains = mt_rollouts_count(r) > 0;
     rl->untrained += !trains;
     rl->times.all_seconds = mt_time() - begin;
     add_times(rl, state->iteration + 1);

@@ -251,6 +251,17 @@ int64_t mt_rollouts_count(const mt_rollouts *r) {
     return count;
 }
 
+void mt_rollouts_keep(mt_rollouts *r, const float *keeps) {
+    for (int64_t s = 0; s < r->samples.count; s++) {
+        const mt_span *span = &r->spans[s];
+        for (int64_t i = 0; i < span->q_len; i++) {
+            int64_t at = span->q_start + i;
+            if (keeps[at] != 0 || r->mask[at] == 0) continue;
+            r->mask[at] = 0, r->samples.is_trained[r->samples.offsets[s] + i + 1] = 0;
+        }
+    }
+}
+
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
     mt_loss_tokens tokens = {.T = r->T,
                              .num_sequences = r->samples.count,

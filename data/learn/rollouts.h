@@ -120,6 +120,9 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *config);
 /* The tokens of the sequences that count. */
 int64_t mt_rollouts_count(const mt_rollouts *r);
 
+/* Leaves counted tokens out of training whose keeps[T] is 0: their labels no longer count. */
+void mt_rollouts_keep(mt_rollouts *r, const float *keeps);
+
 /* From token rewards and stored results (old_logp and ref_logp with kl_in_reward, old_values with GAE): writes
  * token_rewards, MT_ADVANTAGES and MT_RETURNS. */
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *config);

@@ -31,6 +31,10 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     stage->loss.metrics = stage->metrics;
 }
 
+bool mt_policy_selects(mt_policy_variant variant) {
+    return variant == MT_POLICY_KL_COV || variant == MT_POLICY_CLIP_COV || variant == MT_POLICY_TOPR;
+}
+
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
     *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
@@ -41,7 +45,21 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
                                        .clip_ratio_c = o->clip_ratio_c,
                                        .kl_coef = o->kl_loss_coef,
                                        .entropy_coef = o->entropy_coeff,
-                                       .kl_type = o->kl_loss_type};
+                                       .kl_type = o->kl_loss_type,
+                                       .tau_pos = o->tau_pos,
+                                       .tau_neg = o->tau_neg,
+                                       .weight_pos = o->topr_positive_weight,
+                                       .weight_neg = o->topr_negative_weight,
+                                       .kl_cov_coef = o->ppo_kl_coef,
+                                       .cov_low = o->clip_cov_lb,
+                                       .cov_high = o->clip_cov_ub};
+    mt_policy_config *policy = &stage->policy;
+    bool is_tis = o->pg_variant == MT_POLICY_TIS;
+    if (is_tis) policy->clip_ratio_low = 1 - o->tis_lower_bound, policy->clip_ratio_high = o->tis_upper_bound - 1;
+    policy->cov_share = o->pg_variant == MT_POLICY_KL_COV ? o->kl_cov_ratio : o->clip_cov_ratio;
+    policy->beta = o->pg_variant == MT_POLICY_DRO      ? o->dro_beta
+                   : o->pg_variant == MT_POLICY_KIMI15 ? o->kimi15_tau
+                                                       : o->opmd_tau;
     stage->distillation = (mt_distillation_config){
         {o->kd_objective, o->kd_temperature, o->skew_lambda, o->adaptive_kl_alpha}, o->distill_loss_weight};
     stage->value = (mt_value_config){.aggregation = mean, .clip = o->value_clip};
@@ -59,6 +77,8 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
         stage->loss = mt_policy, stage->loss.config = &stage->policy;
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
+        if (o->rollout_is != MT_ROLLOUT_IS_NONE) stage->loss.inputs |= 1 << MT_ROLLOUT_WEIGHTS;
+        if (mt_policy_selects(o->pg_variant)) stage->loss.inputs |= 1 << MT_SELECTED;
         choose_policy_metrics(stage);
         break;
     case MT_STAGE_KD:

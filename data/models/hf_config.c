@@ -149,6 +149,7 @@ static const mt_hf_conversion mt_softmax_scale = {mt_softmax_scale_read, mt_soft
 static const mt_hf_conversion mt_root_of_width = {mt_root_of_width_read, NULL};
 static const mt_hf_conversion mt_group_best = {mt_group_best_read, NULL};
 static const mt_hf_conversion mt_shared_experts = {mt_shared_experts_read, mt_shared_experts_write};
+static const mt_hf_conversion mt_modules = {NULL, mt_num_mtp_modules};
 static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
                               mt_group_topk = {mt_groups_read, mt_group_topk_write};
 
@@ -310,11 +311,14 @@ static const mt_hf_key mt_hf_keys[] = {
     {"index_n_heads", GLM_MOE_DSA, MT_AT(stack.dsa_indexer_n_heads), 0, "32"},
     {"index_head_dim", SPARSE, MT_AT(stack.dsa_indexer_head_dim), 0, "128"},
     {"index_topk", SPARSE, MT_AT(stack.dsa_indexer_topk), 0, "2048"},
-    {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(stack.mtp_num_layers), WRITE},
-    {"num_nextn_predict_layers", GLM4_MOE_LITE | SPARSE, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_hidden_layers", DELTA, MT_AT(stack.mtp_num_layers), WRITE | NONZERO},
-    {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA, MT_AT(stack.mtp_num_layers),
-     NONZERO}, // this program's: the folder has the weights
+    {"num_nextn_predict_layers", DEEPSEEK_V3 | GLM4_MOE | MIMO, MT_AT(stack.mtp_num_layers), WRITE, NULL, &mt_modules},
+    {"num_nextn_predict_layers", GLM4_MOE_LITE | SPARSE | NEMOTRON_H, MT_AT(stack.mtp_num_layers), WRITE | NONZERO,
+     NULL, &mt_modules},
+    {"mtp_num_hidden_layers", DELTA, MT_AT(stack.mtp_num_layers), WRITE | NONZERO, NULL, &mt_modules},
+    {"mtp_num_layers", LATENT_ROPE | GLM4_MOE | MIMO | DELTA | NEMOTRON_H, MT_AT(stack.mtp_num_layers),
+     NONZERO}, // this and the next one are this program's: the folder has the weights
+    {"mtp_use_repeated_layer", LATENT_ROPE | GLM4_MOE | MIMO | DELTA | NEMOTRON_H, MT_AT(stack.mtp_use_repeated_layer),
+     NONZERO},
 
     {"intermediate_size", MIXTRAL | MINIMAX_M2, MT_AT(stack.moe_ffn_hidden_size), REQUIRED},
     {"intermediate_size", GPT_OSS, MT_AT(stack.moe_ffn_hidden_size), 0, "2880"},
@@ -448,6 +452,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, GEMMA3, MT_AT(stack.embedding_multiplier), 0, "1", &mt_root_of_width},
     {NULL, QWEN2 | MIMO, MT_AT(stack.add_qkv_bias), 0, "true"},
     {NULL, LATENT, MT_AT(stack.multi_latent_attention), 0, "true"},
+    {NULL, LATENT, MT_AT(stack.qk_layernorm), 0, "true"},
+    {NULL, LATENT, MT_AT(stack.latent_norm_epsilon), 0, "1e-6"}, // whatever rms_norm_eps is
     {NULL, QWEN2_MOE | DELTA_MOE, MT_AT(stack.moe_shared_expert_gate), 0, "true"},
     {NULL, SIGMOID, MT_AT(stack.moe_router_score_function), 0, "\"sigmoid\""},
     {NULL, GROUPED, MT_AT(stack.moe_router_enable_expert_bias), 0, "true", &mt_group_best},
@@ -1193,6 +1199,17 @@ static const struct {
 
 enum { NUM_HALF_LAYERS = sizeof mt_half_layers / sizeof *mt_half_layers };
 
+/* The types of layers, from their letters. */
+static json_t *mt_config_half_types(const char *letters) {
+    json_t *types = json_array();
+    for (; *letters; letters++)
+        for (int k = 0; k < NUM_HALF_LAYERS; k++)
+            if (mt_half_layers[k].letter == *letters)
+                json_array_append_new(types,
+                                      json_stringn(mt_half_layers[k].names, strcspn(mt_half_layers[k].names, "|")));
+    return types;
+}
+
 /* The layers of a list of types as letters, to free; NULL if one is unknown, with error. */
 static char *mt_config_half_letters(mt_config *config, const char *key, const json_t *types) {
     char *letters = mt_calloc((int64_t)json_array_size(types) + 1);
@@ -1231,6 +1248,16 @@ static char *mt_config_read_half_layers(mt_config *config) {
     if (!config->failed) return letters;
     free(letters);
     return NULL;
+}
+
+/* The layer of a Nemotron-H's modules of multi-token prediction, which a file may describe without having any. */
+static void mt_config_read_module(mt_config *config, mt_run_options *shape) {
+    const json_t *types = mt_config_list(config, config->root, "mtp_layers_block_type");
+    const char *pattern = mt_config_string(config, config->root, "mtp_hybrid_override_pattern", NULL);
+    if (config->failed || mt_config_int(config, config->root, "num_nextn_predict_layers", 0) == 0) return;
+    char *letters = types ? mt_config_half_letters(config, "mtp_layers_block_type", types) : NULL;
+    mt_string_set(&shape->mtp_hybrid_override_pattern, letters ? letters : pattern ? pattern : "*E");
+    free(letters);
 }
 
 /* A number, or what transformers 5 writes for infinity, {"__float__": "Infinity"}. */
@@ -1301,6 +1328,7 @@ static void mt_config_finish_mamba(mt_config *config, mt_run_options *shape) {
                        (long long)given, (long long)shape->stack.num_layers);
     mt_string_set(&shape->hybrid_override_pattern, letters);
     free(letters);
+    mt_config_read_module(config, shape);
 }
 
 /* SmolLM3's layers with RoPE: a list, or all but every no_rope_layer_interval-th. */
@@ -1506,7 +1534,7 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
     if (mask & LFM2) mt_config_read_adjusted_width(config, &shape->stack);
     if (mask & SPARSE) mt_config_read_indexers(config, mask, shape);
     if (mask & MOE) mt_config_finish_experts(config, mask, shape);
-    if (mask & DELTA && shape->stack.mtp_num_layers > 1)
+    if (mask & DELTA && mt_num_mtp_modules(&shape->stack) > 1)
         mt_config_fail(config, "\"mtp_num_layers\" is %lld; this family has one module of multi-token prediction",
                        (long long)shape->stack.mtp_num_layers);
     if (mask & KIMI_LINEAR && mt_config_int(config, config->root, "num_nextn_predict_layers", 0) > 0)
@@ -1539,7 +1567,9 @@ static void mt_config_read_megatron(mt_config *config, mt_run_options *shape) {
     mt_hf_key key;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
-    shape->mtp_layers_stored = shape->stack.mtp_num_layers;
+    bool is_older = shape->stack.multi_latent_attention && !json_object_get(config->root, "latent_norm_epsilon");
+    if (is_older) shape->stack.latent_norm_epsilon = 1e-6; // which these norms always had
+    shape->mtp_layers_stored = mt_num_mtp_modules(&shape->stack);
 }
 
 /* Weights in fp8 with a scale per block, as in DeepSeek-V3's folders; experts in MXFP4, as in gpt-oss's: what their
@@ -1716,6 +1746,17 @@ static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes
     return config.failed ? -1 : 0;
 }
 
+/* True if two patterns have the same layers: one of them may have stages (|) and modules (/). */
+static bool mt_patterns_equal(const char *a, const char *b) {
+    for (;; a++, b++) {
+        while (*a == '|') a++;
+        while (*b == '|') b++;
+        bool ends = !*a || *a == '/', other_ends = !*b || *b == '/';
+        if (ends || other_ends) return ends && other_ends;
+        if (*a != *b) return false;
+    }
+}
+
 /* True if a given value means another model than the weights are of. A list of layers can be written in several ways;
  * the width of the MLP has no meaning where every layer has experts of a given width; 0 query groups are one per head,
  * and 0 value channels are those of keys; biases of all linear layers include those of queries, keys and values. */
@@ -1737,6 +1778,8 @@ static bool mt_option_differs(const mt_run_options *options, const mt_run_option
         char *stored = mt_layer_freq_expand(shape->moe_layer_freq, MT_EXPERT_LAYERS, count, false, &ignored);
         differs = !stored || strchr(stored, '0') || !MT_GIVEN(options, stack.moe_ffn_hidden_size);
         free(stored);
+    } else if (differs && row->offset == MT_AT(hybrid_override_pattern)) {
+        differs = !mt_patterns_equal(given, theirs);
     } else if (differs && row->offset == MT_AT(stack.num_query_groups)) {
         differs =
             options->stack.num_query_groups != 0 || shape->stack.num_query_groups != shape->stack.num_attention_heads;
@@ -1872,7 +1915,7 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         if (!(key->families & mask) || key->flags & READ || !key->key) continue;
         json_t *value = mt_config_value(key, o);
-        bool zero = json_is_number(value) && json_number_value(value) == 0;
+        bool zero = (json_is_number(value) && json_number_value(value) == 0) || json_is_false(value);
         bool none = key->flags & OWN && json_is_string(value) && !*json_string_value(value);
         if (none)
             (void)0; // an option that is not given
@@ -1951,6 +1994,10 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
         mt_json_set_int(root, "index_skip_topk_offset", mt_max(o->dsa_indexer_skip_topk_offset, 1));
     }
     if (mask & NEMOTRON_H) json_object_set(root, "layers_block_type", types);
+    if (mask & NEMOTRON_H && o->mtp_hybrid_layers) {
+        json_object_set_new(root, "mtp_layers_block_type", mt_config_half_types(o->mtp_hybrid_layers));
+        mt_json_set_string(root, "mtp_hybrid_override_pattern", o->mtp_hybrid_layers);
+    }
     if (mask & NEMOTRON_H && o->hybrid_layers) // for transformers before 5
         mt_json_set_string(root, "hybrid_override_pattern", o->hybrid_layers);
     if (mask & DOTS1) mt_json_set_int(root, "max_window_layers", full);

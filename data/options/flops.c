@@ -91,11 +91,13 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     for (int64_t i = 0; i < o->num_layers; i++)
         mixers += projection_multiplications(o, i) + attention_multiplications(o, i);
     double output = C * (double)o->padded_vocab_size;
-    double layers = mixers + mlps;
-    bool sparse = mt_layer_has_experts(o, o->num_layers - 1);
-    double module = 2 * C * C + projection_multiplications(o, o->num_layers);
-    module += attention_multiplications(o, o->num_layers);
-    module += (sparse ? visited : mlp) + output;
+    double layers = mixers + mlps, module = 0;
+    if (o->mtp_num_layers > 0) { // work at every depth, repeated or not
+        mt_feed_forward_kind kind = mt_layer_kind_of(o, o->num_layers).feed_forward;
+        module = 2 * C * C + projection_multiplications(o, o->num_layers) + attention_multiplications(o, o->num_layers);
+        module += kind == MT_FEED_FORWARD_EXPERTS ? visited : kind == MT_FEED_FORWARD_DENSE ? mlp : 0;
+        module += output;
+    }
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }

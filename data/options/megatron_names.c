@@ -102,27 +102,36 @@ static const struct {
     {MT_NAME_ALWAYS, "gradients are fp32, or as --main-grads-dtype says",
      "megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype", "fp32|float32"},
     {MT_NAME_ALWAYS, "the router computes in fp32", "moe-router-dtype", "fp32"},
+    {MT_NAME_ALWAYS, "the indexer of sparse attention adds the positive scores of its heads",
+     "dsa-indexer-scoring-relu", "true"},
+    {MT_NAME_IDLE, "one rotation of the indexer's queries and keys cancels in their products",
+     "dsa-indexer-rotate-activation"},
+    {MT_NAME_ALWAYS, "blanks are as the SentencePiece model's own normalizer leaves them",
+     "tokenizer-sentencepiece-ignore-extra-whitespaces", "true"},
     {MT_NAME_ALWAYS, "a shared expert runs during the exchange of tokens", "moe-shared-expert-overlap", "true"},
     {MT_NAME_ALWAYS, "a shard is shared by all data-parallel ranks", "outer-dp-sharding-strategy", "no_shard"},
-    // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart, at their defaults
+    // Fields of transformers' TrainingArguments and of MCoreAdapter that have no counterpart: at their defaults where
+    // numbers or checkpoints depend on them, else at any value
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "adafactor auto-find-batch-size batch-eval-metrics enable-jit-checkpoint use-cache bf16-full-eval "
-     "dataloader-drop-last dataloader-persistent-workers do-predict eval-on-start eval-use-gather-object "
-     "fp16-full-eval full-determinism gradient-checkpointing group-by-length hub-always-push hub-private-repo "
-     "ignore-data-skip include-inputs-for-metrics include-num-input-tokens-seen include-tokens-per-second "
-     "jit-mode-eval load-best-model-at-end logging-first-step no-cuda predict-with-generate prediction-loss-only "
-     "push-to-hub restore-callback-states-from-checkpoint save-on-each-node sortish-sampler torch-compile "
-     "tpu-metrics-debug use-cpu use-ipex use-legacy-prediction-loop use-liger-kernel use-mps-device",
+     "dataloader-drop-last do-predict eval-on-start eval-use-gather-object "
+     "fp16-full-eval full-determinism group-by-length hub-always-push hub-private-repo "
+     "ignore-data-skip include-inputs-for-metrics "
+     "jit-mode-eval load-best-model-at-end no-cuda predict-with-generate prediction-loss-only "
+     "push-to-hub restore-callback-states-from-checkpoint save-on-each-node sortish-sampler "
+     "tpu-metrics-debug use-cpu use-ipex use-legacy-prediction-loop use-mps-device",
      "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "average-tokens-across-devices dataloader-in-order dataloader-pin-memory eval-do-concat-batches "
-     "log-on-each-node logging-nan-inf-filter remove-unused-columns save-safetensors skip-memory-metrics",
+     "average-tokens-across-devices dataloader-in-order eval-do-concat-batches "
+     "save-safetensors",
      "true"},
+    {MT_NAME_ALWAYS, "--recompute-granularity full or selective recomputes activations", "gradient-checkpointing",
+     "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "do-train do-eval", "true|false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "disable-tqdm", "true|false"},
     {MT_NAME_ALWAYS, "--eval-steps, --save-steps and --logging-steps count steps",
      "eval-strategy evaluation-strategy logging-strategy save-strategy", "steps|no"},
-    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay dataloader-num-workers fsdp-min-num-params", "0"},
+    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay fsdp-min-num-params", "0"},
     {MT_NAME_ALWAYS, "labels are not smoothed", "label-smoothing-factor", "0|0.0"},
     {MT_NAME_ALWAYS, "evaluation has the micro-batches of training", "per-device-eval-batch-size", "8"},
     // the sections accelerator_config and fsdp_config
@@ -132,8 +141,6 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "past-index", "-1"},
     {MT_NAME_ALWAYS, "ranks are those of mpirun", "local-rank", "-1|0"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-backend", "none|false|nccl"},
-    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ddp-timeout", "1800"},
-    {MT_NAME_ALWAYS, OF_TRANSFORMERS, "log-level log-level-replica", "passive|warning"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "fp16-backend half-precision-backend", "auto"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "fp16-opt-level", "O1"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "hub-strategy", "every_save"},
@@ -141,20 +148,26 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "ray-scope", "last"},
     {MT_NAME_ALWAYS, "samples are shuffled", "train-sampling-strategy", "random"},
     {MT_NAME_IDLE, "reports are --metrics and --tensorboard-dir",
+     "report-to run-name logging-dir logging-first-step include-num-input-tokens-seen include-tokens-per-second "
+     "log-level log-level-replica log-on-each-node logging-nan-inf-filter skip-memory-metrics "
      "project trackio-bucket-id trackio-space-id trackio-static-space-id"},
-    {MT_NAME_ALWAYS, "reports are --metrics and --tensorboard-dir", "report-to", "none|all|tensorboard"},
+    {MT_NAME_IDLE, "transformers' Trainer, which does not run here; numbers do not depend on it",
+     "dataloader-num-workers dataloader-persistent-workers dataloader-pin-memory dataloader-prefetch-factor "
+     "dataloader-multiprocessing-context remove-unused-columns ddp-bucket-cap-mb ddp-broadcast-buffers "
+     "ddp-find-unused-parameters ddp-static-graph torch-compile torch-compile-backend torch-compile-mode "
+     "torch-empty-cache-steps use-liger-kernel liger-kernel-config gradient-checkpointing-kwargs "
+     "activation-checkpointing-kwargs use-reentrant"},
+    {MT_NAME_IDLE, "--distributed-timeout-minutes limits collectives", "ddp-timeout"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
-     "accelerator-config activation-checkpointing activation-checkpointing-kwargs gradient-accumulation-kwargs "
-     "dataloader-multiprocessing-context ddp-static-graph dispatch-batches split-batches ddp-broadcast-buffers "
-     "ddp-bucket-cap-mb "
-     "ddp-find-unused-parameters "
+     "accelerator-config activation-checkpointing gradient-accumulation-kwargs "
+     "dispatch-batches split-batches "
      "debug deepspeed eval-accumulation-steps fsdp fsdp-transformer-layer-cls-to-wrap generation-config "
-     "generation-max-length generation-num-beams gradient-checkpointing-kwargs greater-is-better hub-model-id "
-     "hub-revision hub-token include-for-metrics label-names liger-kernel-config logging-dir lr-scheduler-kwargs "
+     "generation-max-length generation-num-beams greater-is-better hub-model-id "
+     "hub-revision hub-token include-for-metrics label-names lr-scheduler-kwargs "
      "metric-for-best-model mp-parameters neftune-noise-alpha optim-args optim-target-modules parallelism-config "
-     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint run-name "
-     "tf32 torch-compile-backend torch-compile-mode torch-empty-cache-steps torchdynamo tpu-num-cores "
-     "dataloader-prefetch-factor per-gpu-train-batch-size per-gpu-eval-batch-size",
+     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint "
+     "tf32 torchdynamo tpu-num-cores "
+     "per-gpu-train-batch-size per-gpu-eval-batch-size",
      "none|false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
      "ckpt-d2h-non-blocking save-merged-model", "false"},
@@ -187,7 +200,6 @@ static const struct {
     {MT_NAME_NAMED, "--weight-decay-incr-style", "wd-incr-steps"},
     {MT_NAME_NAMED, "--rope-scaling-type", "rope-type"},
     {MT_NAME_NAMED, "--check-for-nan-in-loss-and-grad", "check-for-nan-in-grad check-for-nan-in-loss"},
-    {MT_NAME_NAMED, "--check-for-spiky-loss", "check-for-large-grads"},
     {MT_NAME_NAMED, "--exit-signal-handler", "exit-signal-handler-for-dataloader exit-signal-handler-for-training"},
     {MT_NAME_NAMED, "--auto-resume", "adlr-autoresume"},
     {MT_NAME_NAMED, "--keep-checkpoints", "most-recent-k"},
@@ -255,6 +267,8 @@ static const struct {
     {MT_NAME_IDLE, "the optimizer's state is sharded over all data-parallel ranks, with the same numbers",
      "num-distributed-optimizer-instances"},
     {MT_NAME_IDLE, "it adds checks to Megatron's own run", "test-mode"},
+    {MT_NAME_IDLE, "it reports large gradients and changes none; --check-for-spiky-loss acts on large losses",
+     "check-for-large-grads"},
     {MT_NAME_IDLE, "--hybrid-override-pattern says what the layers are", "spec",
      "megatron.core.models.hybrid.hybrid_layer_specs|megatron.core.models.mamba.mamba_layer_specs"},
     {MT_NAME_NO_MEANING, "it is a Python function, or a part of one of Megatron's configuration classes",
@@ -351,7 +365,7 @@ static const struct {
      "no-pin-cpu-grads no-pin-cpu-params use-torch-optimizer-for-cpu-offload"},
     {MT_NAME_NO_MEANING, "tokenizer.json and the SentencePiece model say it",
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
-     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-ignore-extra-whitespaces tokenizer-sentencepiece-legacy "
+     "tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy "
      "tokenizer-metadata tokenizer-special-tokens"},
     {MT_NAME_UNSUPPORTED, "other types of the residual stream, of logits and of the loss",
      "enable-autocast fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"},
@@ -375,7 +389,7 @@ static const struct {
      "adaptive-muon-beta2 adaptive-muon-eps adaptive-muon-moment2-method soap-shampoo-beta soap-use-kl-shampoo"},
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
-     "dsa-indexer-k-norm-fp32 dsa-indexer-rotate-activation dsa-indexer-scoring-relu dsa-kernel-backend "
+     "dsa-indexer-k-norm-fp32 dsa-kernel-backend "
      "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
      "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm relative-attention-max-distance "
      "relative-attention-num-buckets"},
@@ -390,11 +404,7 @@ static const struct {
      "dump-param-to-param-group-map embedding-init-method-std freeze-all-layers head-lr-mult "
      "init-method-xavier-uniform mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult "
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
-    {MT_NAME_UNSUPPORTED,
-     "one module of multi-token prediction that is applied several times: each has weights of its own",
-     "mtp-use-repeated-layer"},
-    {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction",
-     "mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern mtp-standalone"},
+    {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction", "mtp-detach-heads mtp-hsm mtp-standalone"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
      "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
      "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "

@@ -109,6 +109,71 @@ static int mt_options_list_attention_layers(mt_run_options *o, mt_error *error) 
     return 0;
 }
 
+/* Takes the modules of multi-token prediction out of --hybrid-override-pattern, whose layers Megatron puts behind those
+ * of the model, each with a / before it: their number, and their layer as --mtp-hybrid-override-pattern. */
+static int mt_options_cut_modules(mt_run_options *o, mt_error *error) {
+    char *pattern = mt_strdup(o->hybrid_override_pattern), *slash = strchr(pattern, '/'), *letters = slash;
+    int64_t modules = 0;
+    int status = 0;
+    for (char *at = slash, *next; at && status == 0; at = next, modules++) {
+        *at++ = 0, next = strchr(at, '/');
+        size_t length = next ? (size_t)(next - at) : strlen(at);
+        if (modules == 0) letters = at;
+        if (strncmp(letters, at, length) != 0 || (modules > 0 && strlen(letters) != length))
+            status = mt_error_set(error,
+                                  "--hybrid-override-pattern '%.100s' has modules (/) of different layers; make "
+                                  "them equal",
+                                  o->hybrid_override_pattern);
+    }
+    if (status == 0 && modules > MT_MAX_MTP_LAYERS)
+        status = mt_error_set(error, "--hybrid-override-pattern has %lld modules (/), and %d are possible",
+                              (long long)modules, (int)MT_MAX_MTP_LAYERS);
+    if (status == 0 && slash && MT_GIVEN(o, stack.mtp_num_layers) && o->stack.mtp_num_layers != modules)
+        status = mt_error_set(error,
+                              "--hybrid-override-pattern has %lld modules (/), and --mtp-num-layers is %lld; make them "
+                              "equal, or leave --mtp-num-layers out",
+                              (long long)modules, (long long)o->stack.mtp_num_layers);
+    if (status == 0 && slash && MT_GIVEN(o, mtp_hybrid_override_pattern) &&
+        strcmp(letters, o->mtp_hybrid_override_pattern) != 0)
+        status = mt_error_set(error,
+                              "--hybrid-override-pattern has modules '%.60s' (/), and --mtp-hybrid-override-pattern is "
+                              "'%.60s'; leave one of them out",
+                              letters, o->mtp_hybrid_override_pattern);
+    if (status == 0 && slash) {
+        o->stack.mtp_num_layers = modules;
+        mt_string_set(&o->mtp_hybrid_override_pattern, letters);
+        mt_string_set(&o->hybrid_override_pattern, pattern);
+    }
+    free(pattern);
+    return status;
+}
+
+/* The layer of a module of a model of --hybrid-override-pattern. */
+static int mt_options_list_module(mt_run_options *o, mt_error *error) {
+    static const char *const layers[] = {"*E", "*-", "*", "E", "-"};
+    const char *letters = o->mtp_hybrid_override_pattern;
+    bool known = false;
+    for (size_t i = 0; letters && i < sizeof layers / sizeof *layers; i++) known |= strcmp(letters, layers[i]) == 0;
+    if (o->stack.mtp_num_layers == 0) {
+        mt_string_set(&o->mtp_hybrid_override_pattern, NULL);
+        return 0;
+    }
+    if (!known)
+        return mt_error_set(
+            error,
+            "--mtp-hybrid-override-pattern is %.60s%s; a module of multi-token prediction has attention "
+            "(*), an MLP (-) or experts (E), or attention and one of these: *E",
+            letters ? letters : "missing",
+            letters ? "" : ", and --mtp-num-layers with --hybrid-override-pattern needs it");
+    if (strchr(letters, 'E') && !strchr(o->stack.hybrid_layers, 'E'))
+        return mt_error_set(error,
+                            "--mtp-hybrid-override-pattern %s has experts (E), and --hybrid-override-pattern has "
+                            "none; give its layers some, or leave them out of the modules",
+                            letters);
+    o->stack.mtp_hybrid_layers = mt_strdup(letters);
+    return 0;
+}
+
 /* Megatron's | in --hybrid-override-pattern begins a pipeline stage: takes it out and writes the stages as
  * --pipeline-model-parallel-layout. */
 static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
@@ -116,13 +181,14 @@ static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
     if (o->stack.pipeline_model_parallel_size == 1 || o->pipeline_model_parallel_layout)
         return mt_error_set(error, "--hybrid-override-pattern has stages (|): it needs --pipeline-model-parallel-size, "
                                    "and excludes --pipeline-model-parallel-layout");
-    char *layout = mt_malloc((int64_t)strlen(o->hybrid_override_pattern) + 3), *to = layout;
+    char *layout = mt_malloc((int64_t)strlen(o->hybrid_override_pattern) + o->stack.mtp_num_layers + 3), *to = layout;
     char *letters = mt_strdup(o->hybrid_override_pattern), *kept = letters;
     *to++ = 'E';
     for (const char *at = letters; *at; at++) {
         *to++ = *at == '|' ? '|' : 't';
         if (*at != '|') *kept++ = *at;
     }
+    for (int64_t i = 0; i < o->stack.mtp_num_layers; i++) *to++ = 'm';
     *to++ = 'L', *to = *kept = 0;
     mt_string_set(&o->pipeline_model_parallel_layout, layout);
     mt_string_set(&o->hybrid_override_pattern, letters);
@@ -133,18 +199,12 @@ static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
 /* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
  * model of config.json that is given fewer layers keeps the first ones. */
 static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
-    mt_string_set(&o->stack.hybrid_layers, NULL);
+    mt_string_set(&o->stack.hybrid_layers, NULL), mt_string_set(&o->stack.mtp_hybrid_layers, NULL);
     if (!o->hybrid_override_pattern) return 0;
-    if (mt_options_cut_pattern(o, error) != 0) return -1;
+    if (mt_options_cut_modules(o, error) != 0 || mt_options_cut_pattern(o, error) != 0) return -1;
     const char *pattern = o->hybrid_override_pattern;
     int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
     const char *other = pattern + strspn(pattern, "M*-E");
-    if (*other == '/')
-        return mt_error_set(
-            error,
-            "--hybrid-override-pattern '%.100s' has modules of multi-token prediction (/), which layers "
-            "with one half do not have here; leave them out",
-            pattern);
     if (*other && strchr("GD+", *other))
         return mt_error_set(error,
                             "--hybrid-override-pattern '%.100s' has %s (%c), which layers with one half do not have "
@@ -175,7 +235,7 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
         return mt_error_set(error, "--hybrid-override-pattern %.100s gives no layer experts; leave out --num-experts",
                             o->stack.hybrid_layers);
     if (!has_experts) o->stack.num_experts = 0;
-    return 0;
+    return mt_options_list_module(o, error);
 }
 
 /* Options of Mamba-2 and of short convolutions need layers that have them. */
@@ -497,7 +557,18 @@ static void mt_options_scale_latent_rope(mt_run_options *o) {
 }
 
 /* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
+/* True if the option was set by another name of it. */
+static bool mt_options_set_by(const mt_run_options *o, const char *option, const char *name) {
+    for (int64_t i = 0; i < o->typed_names.count; i += 2)
+        if (strcmp(o->typed_names.items[i], option) == 0 && strstr(o->typed_names.items[i + 1], name)) return true;
+    return false;
+}
+
 static void mt_options_drop_ignored(mt_run_options *o) {
+    // of Megatron-LM, whose latent attention has RoPE with it too
+    if (o->stack.multi_latent_attention && o->stack.position_embedding_type == MT_POSITION_NONE &&
+        mt_options_set_by(o, "position-embedding-type", "no-position-embedding)"))
+        o->stack.position_embedding_type = MT_POSITION_ROPE;
     bool no_softmax = o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX;
     if (o->stack.sequence_parallel && o->stack.tensor_model_parallel_size == 1)
         o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;

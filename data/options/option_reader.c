@@ -206,6 +206,23 @@ int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error
     return -1;
 }
 
+int mt_option_reader_check_sums(const mt_option_reader *reader, mt_error *error) {
+    static const char name[] = "ddp-reduce-scatter-with-fp32-accumulation";
+    const mt_run_options *o = reader->options;
+    const char *reason = mt_megatron_name_find(name, strlen(name)).text;
+    const mt_strings *idle = &reader->idle;
+    bool in_fp32 = !o->grad_reduce_in_bf16 && o->stack.main_grads_dtype == MT_OPTIMIZER_FP32;
+    for (int64_t i = 0; i < idle->count && !in_fp32; i += 2)
+        if (strcmp(idle->items[i + 1], reason) == 0)
+            return mt_error_set(
+                error,
+                "%s: sums of some gradients or ranks in fp32 are not supported beside sums in %s; leave "
+                "it out, or %s",
+                idle->items[i], o->grad_reduce_in_bf16 ? "bf16 (--grad-reduce-in-bf16)" : "another type",
+                o->grad_reduce_in_bf16 ? "--grad-reduce-in-bf16" : "--main-grads-dtype");
+    return 0;
+}
+
 void mt_option_reader_free(mt_option_reader *reader) {
     free(reader->refused);
     mt_strings_free(&reader->idle);

@@ -68,6 +68,10 @@ void mt_option_reader_print_idle(const mt_option_reader *reader, FILE *file);
 /* For --strict-options: an error with the same names, if there are any. */
 int mt_option_reader_refuse_idle(const mt_option_reader *reader, mt_error *error);
 
+/* An error for a name that asks for sums of gradients in fp32 where they are in another type: it has no effect only
+ * where all sums are in fp32. */
+int mt_option_reader_check_sums(const mt_option_reader *reader, mt_error *error);
+
 /* Frees what the reader owns; its options stay. */
 void mt_option_reader_free(mt_option_reader *reader);
 

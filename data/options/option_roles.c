@@ -181,10 +181,12 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
     return false;
 }
 
-/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic. */
+/* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic,
+ * another policy loss. Dual clipping is for several losses, and is not passed over. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
     static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
-                                   "dynamic-sampling|recompute-granularity|lora-rank|optimizer-cpu-offload";
+                                   "dynamic-sampling|recompute-granularity|lora-rank|optimizer-cpu-offload|"
+                                   "pg-variant|rollout-is|rollout-rs";
     const mt_run_options *o = reader->options;
     mt_option_rule rule;
     if (mt_options_idle_in_rl(o, row->offset)) return true;
@@ -196,7 +198,7 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
         !o->prompts && !o->prompt_tokens)
         return true;
     for (const char *column = row->needs; mt_option_next_rule(&column, &rule);) {
-        bool listed = mt_choice_index(purposes, rule.other->name) >= 0;
+        bool listed = mt_choice_index(purposes, rule.other->name) >= 0 && row->offset != MT_AT(clip_ratio_c);
         bool samples = rule.other->offset == MT_AT(sft) && o->stack.stage != MT_STAGE_PT;
         if (listed && !samples && rule.other->programs & (int)reader->program && mt_option_rule_holds(o, row, &rule) &&
             !mt_option_has(o, rule.other, rule.choices))

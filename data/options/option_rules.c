@@ -4,6 +4,8 @@
  * called again. */
 #include "option_rules.h"
 
+#include "correction.h"
+#include "option_table.h"
 #include "options.h"
 
 #include <ctype.h>
@@ -55,7 +57,7 @@ void mt_options_derive_sizes(mt_run_options *o) {
     if (o->stack.num_query_groups == 0) o->stack.num_query_groups = one_group ? 1 : o->stack.num_attention_heads;
     if (o->stack.multi_latent_attention) {
         o->stack.kv_channels = o->stack.qk_head_dim + o->stack.qk_pos_emb_head_dim;
-        o->stack.qk_layernorm = true;
+        if (o->stack.latent_norm_epsilon == 0) o->stack.latent_norm_epsilon = o->stack.norm_epsilon; // as in Megatron
     }
     if (o->stack.kv_channels == 0 && o->stack.num_attention_heads > 0)
         o->stack.kv_channels = o->stack.hidden_size / o->stack.num_attention_heads;
@@ -142,8 +144,13 @@ static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
 }
 
 /* Multi-token prediction; generation and scoring do without it, and --convert keeps it. */
-static int mt_options_derive_mtp(mt_options *o, bool generates, mt_error *error) {
+static int mt_options_derive_mtp(mt_run_options *run, bool generates, mt_error *error) {
+    mt_options *o = &run->stack;
     if (generates) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0) {
+        o->mtp_use_repeated_layer = false;
+        mt_string_set(&o->mtp_hybrid_layers, NULL), mt_string_set(&run->mtp_hybrid_override_pattern, NULL);
+    }
     if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
     return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
                         (long long)o->mtp_num_layers, (long long)o->seq_length);
@@ -262,6 +269,16 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
     if (mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / (tp * pp * cp);
     return mt_options_check_mapping(o, error);
+}
+
+static int mt_options_check_latents(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {o->multi_latent_attention && o->qk_layernorm && o->normalization != MT_RMSNORM,
+         "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm"},
+        {o->rotary_interleaved && o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention,
+         "--rotary-interleaved needs --position-embedding-type rope"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
 /* Sparse attention is a form of latent attention. */
@@ -1005,6 +1022,32 @@ static const struct {
                      {"clip-ratio-high", offsetof(mt_run_options, clip_ratio_high)}};
 enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
 
+/* True for a policy loss that reads --clip-ratio. */
+static bool mt_policy_clips(mt_policy_variant variant) {
+    switch (variant) {
+    case MT_POLICY_PPO:
+    case MT_POLICY_VANILLA:
+    case MT_POLICY_GSPO:
+    case MT_POLICY_CISPO:
+    case MT_POLICY_GMPO:
+    case MT_POLICY_DPPO_TV:
+    case MT_POLICY_DPPO_KL:
+    case MT_POLICY_CLIP_COV:
+    case MT_POLICY_SPPO:
+        return true;
+    case MT_POLICY_GPG:
+    case MT_POLICY_SAPO:
+    case MT_POLICY_DRO:
+    case MT_POLICY_KIMI15:
+    case MT_POLICY_KL_COV:
+    case MT_POLICY_TIS:
+    case MT_POLICY_TOPR:
+    case MT_POLICY_OPMD:
+        break;
+    }
+    return false;
+}
+
 const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
@@ -1012,7 +1055,7 @@ const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
     if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
-    if (o->pg_variant == MT_POLICY_GPG) return "with --pg-variant gpg, which does not clip";
+    if (!mt_policy_clips(o->pg_variant)) return "with this --pg-variant, which has no range of ratios";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
     return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
                                                                   : NULL;
@@ -1022,7 +1065,7 @@ static int mt_options_check_idle_in_rl(const mt_run_options *o, mt_error *error)
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
         const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
         bool is_ratio =
-            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && o->pg_variant != MT_POLICY_GPG;
+            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && mt_policy_clips(o->pg_variant);
         bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
         if (agrees) continue;
         if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
@@ -1055,11 +1098,15 @@ static int mt_options_check_generation(const mt_run_options *o, mt_error *error)
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
-    bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO;
+    bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO ||
+                  o->adv_estimator >= MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
     if (o->stack.stage != MT_STAGE_RL) return 0;
     bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
+    bool one_mean = by_sequence || o->pg_variant == MT_POLICY_SAPO;
+    mt_correction unused;
     if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
-    if (by_sequence && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (mt_options_correction(&unused, o, error) != 0) return -1;
+    if (one_mean && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
     if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
@@ -1067,7 +1114,14 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.global_batch_size == 0) o->stack.global_batch_size = responses;
     const mt_constraint rules[] = {
         {groups && o->num_return_sequences == 1,
-         "--adv-estimator grpo and rloo compare the responses to a prompt: --num-return-sequences must be 2 or more"},
+         "all of --adv-estimator except gae, reinforce and reinforce_plus_plus compare the responses to a prompt: "
+         "--num-return-sequences must be 2 or more"},
+        {o->pg_variant == MT_POLICY_DRO && o->dro_beta == 0,
+         "--pg-variant dro needs --dro-beta, the weight of the squared logarithm of the ratio"},
+        {o->pg_variant == MT_POLICY_TIS && o->tis_lower_bound > o->tis_upper_bound,
+         "--tis-lower-bound is above --tis-upper-bound"},
+        {o->pg_variant == MT_POLICY_CLIP_COV && o->clip_cov_lb >= o->clip_cov_ub,
+         "--clip-cov-lb must be below --clip-cov-ub"},
         {o->dynamic_sampling && o->num_return_sequences == 1,
          "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
@@ -1077,6 +1131,8 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
+        {one_mean && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+         "--pg-variant sapo has --loss-agg-mode seq-mean-token-mean; leave it out"},
         {o->overlong_buffer_length > o->max_new_tokens,
          "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
          {o->overlong_buffer_length, o->max_new_tokens}},
@@ -1119,12 +1175,13 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_derive_model(o, error) || mt_options_derive_rope(o, error)) return -1;
     if (mt_options_derive_head(o, program, error) || mt_options_check_generation(o, error)) return -1;
     if (mt_options_derive_rl(o, error)) return -1;
-    if (mt_options_derive_mtp(&o->stack, program == MT_PROGRAM_INFER && !o->convert, error) ||
+    if (mt_options_derive_mtp(o, program == MT_PROGRAM_INFER && !o->convert, error) ||
         mt_options_derive_lengths(o, program, error))
         return -1;
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
+    if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_options_check_sparse(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;

@@ -138,7 +138,8 @@ int mt_givens_add_yaml(mt_givens *givens, mt_yaml *yaml, mt_option_reader *reade
     const mt_yaml_node *root = yaml->root, *args = mt_yaml_get(root, "MODEL_ARGS");
     yaml->keeps_unset = true;
     if (!root || mt_yaml_is_null(root)) return 0;
-    if (args && args->kind == MT_YAML_SECTION) return mt_yaml_add_model_args(&file, root, reader);
+    yaml->expands_plain = args && args->kind == MT_YAML_SECTION;
+    if (yaml->expands_plain) return mt_yaml_add_model_args(&file, root, reader);
     if (root->kind == MT_YAML_SECTION) return mt_yaml_add_section(&file, root);
     return mt_yaml_fail(yaml, root, "expects lines such as `num_layers: 12`");
 }

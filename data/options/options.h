@@ -30,6 +30,13 @@ typedef enum mt_checkpoint_format {
     MT_CHECKPOINT_FSDP_DTENSOR // Megatron-FSDP's word for parameters that ranks share: the first, until options finish
 } mt_checkpoint_format;
 
+/* --rollout-is: weights of tokens that correct the policy's loss for a generator that differs from training. */
+typedef enum mt_rollout_is {
+    MT_ROLLOUT_IS_NONE,
+    MT_ROLLOUT_IS_TOKEN,   // the ratio of the token's probabilities
+    MT_ROLLOUT_IS_SEQUENCE // the product of those of its response
+} mt_rollout_is;
+
 /* The options of a run by their Megatron names, with underscores: the stack's, and the options that only files,
  * terminals, reports and rewards need. option_table.c has each one's default, range and help. A number 0 and a string
  * NULL mean "not given". The struct owns its strings and lists, also those of `stack`; everything else is plain values,
@@ -39,11 +46,12 @@ typedef struct mt_run_options {
     /* other names and forms of options of the stack, from which mt_options_finish derives these */
     int64_t make_vocab_size_divisible_by;
     bool group_query_attention, add_bias_linear;
-    char *linear_attention_freq;   // as text; see stack.linear_layers
-    char *hybrid_override_pattern; // as text; see stack.hybrid_layers
-    char *window_attn_skip_freq;   // as text, NULL: all layers have the window; see stack.window_layers
-    char *no_rope_freq;            // as text, NULL: all layers have RoPE; see stack.rope_layers
-    char *moe_layer_freq;          // as text; see stack.moe_layers
+    char *linear_attention_freq;       // as text; see stack.linear_layers
+    char *hybrid_override_pattern;     // as text; see stack.hybrid_layers
+    char *mtp_hybrid_override_pattern; // as text; see stack.mtp_hybrid_layers
+    char *window_attn_skip_freq;       // as text, NULL: all layers have the window; see stack.window_layers
+    char *no_rope_freq;                // as text, NULL: all layers have RoPE; see stack.rope_layers
+    char *moe_layer_freq;              // as text; see stack.moe_layers
     bool use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     double yarn_mscale;
@@ -109,6 +117,12 @@ typedef struct mt_run_options {
     double gamma, lam, reward_clip, advantage_clip, overlong_penalty, overlong_penalty_factor, kl_coef;
     mt_policy_variant pg_variant;
     double clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, entropy_coeff, kl_loss_coef, value_clip;
+    double tau_pos, tau_neg, dro_beta, kimi15_tau, opmd_tau, tis_lower_bound, tis_upper_bound;
+    double topr_positive_weight, topr_negative_weight, kl_cov_ratio, ppo_kl_coef, clip_cov_ratio, clip_cov_lb,
+        clip_cov_ub;
+    mt_rollout_is rollout_is; // see mt_options_correction
+    bool rollout_is_batch_normalize;
+    char *rollout_is_threshold, *rollout_rs, *rollout_rs_threshold;
     mt_loss_aggregation loss_agg_mode;
     mt_kl_type kl_loss_type;
     mt_reward_kind reward;
@@ -145,7 +159,7 @@ typedef struct mt_run_options {
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
-    uint64_t given[50]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[56]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
     int64_t num_batch_steps, batch_steps[MT_MAX_BATCH_STEPS][2];
     mt_strings typed_names;          // pairs for messages: an option, and the other name that the user typed

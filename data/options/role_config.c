@@ -754,14 +754,14 @@ static bool is_set(const reader *r, const char *option) {
     return entry && (!mt_parse_bool(entry->values.items[0], &is_on) || is_on);
 }
 
-/* True for an option that the file's policy loss does not read: PPO alone clips twice, and verl's losses of sequences
- * have an aggregation of their own. ROLL's loss of sequences reads both, and the run refuses them; its cispo has a
- * range of its own. */
+/* True for an option that the file's policy loss does not read: PPO and DPPO alone read clip_ratio_c, and verl's losses
+ * of sequences have an aggregation of their own. ROLL's loss of sequences reads both, and the run refuses them; its
+ * cispo has a range of its own. */
 static bool is_idle_in_loss(const reader *r, const char *root, const char *option, const char *key) {
     const mt_role_entry *loss = find_option(r, "pg-variant");
     const char *variant = loss ? loss->values.items[0] : "ppo";
-    bool is_verl = strcmp(root, "roll") != 0, is_ppo = mt_choice_index("ppo|vanilla", variant) >= 0;
-    bool by_sequence = mt_choice_index("gspo|gmpo", variant) >= 0;
+    bool is_verl = strcmp(root, "roll") != 0, is_ppo = mt_choice_index("ppo|vanilla|dppo_tv|dppo_kl", variant) >= 0;
+    bool by_sequence = mt_choice_index("gspo|gmpo|sapo", variant) >= 0;
     bool is_trinity = strcmp(root, "trinity") == 0; // one loss_agg_mode is for all of its losses
     if (strcmp(option, "clip-ratio-c") == 0) return !is_ppo && (is_verl || !by_sequence);
     if (strncmp(key, "pg_clip", 7) == 0) return !is_verl && strcmp(variant, "cispo") == 0;

@@ -4,6 +4,7 @@
 #include "../base/file.h"
 #include "option_table.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -223,13 +224,30 @@ static int refuse_circle(mt_yaml *yaml, const mt_yaml_node *from, const char *te
                         mt_yaml_place_of(yaml, from->line).text, text, MAX_REFERENCES);
 }
 
+/* The end of "$NAME", the name of a variable without braces; NULL: `text` does not begin with one. */
+static const char *plain_end(const mt_yaml *yaml, const char *text) {
+    if (!yaml->expands_plain || *text != '$' || (!isalpha((unsigned char)text[1]) && text[1] != '_')) return NULL;
+    const char *end = text + 2;
+    while (isalnum((unsigned char)*end) || *end == '_') end++;
+    return end;
+}
+
+/* The text of "$NAME", to free. */
+static char *expand_plain(mt_yaml *yaml, const mt_yaml_node *from, const char *begin, const char *end, int depth) {
+    char *name = mt_strdup(begin + 1);
+    name[end - begin - 1] = 0;
+    char *text = expand_path(yaml, from, name, depth);
+    free(name);
+    return text;
+}
+
 /* A text with its references replaced, to free; NULL with error. `from` is for paths and messages. "\${" is "${". */
 static char *expand(mt_yaml *yaml, const mt_yaml_node *from, const char *text, int depth) {
     char *expanded = NULL;
     size_t size;
     if (depth > MAX_REFERENCES) refuse_circle(yaml, from, text);
     if (depth > MAX_REFERENCES || mt_yaml_visit(yaml, from) != 0) return NULL;
-    if (!strstr(text, "${")) return mt_strdup(text);
+    if (!strstr(text, "${") && !(yaml->expands_plain && strchr(text, '$'))) return mt_strdup(text);
     FILE *file = open_memstream(&expanded, &size);
     MT_CHECK(file);
     bool good = true;
@@ -237,6 +255,7 @@ static char *expand(mt_yaml *yaml, const mt_yaml_node *from, const char *text, i
         bool is_escaped = strncmp(text, "\\${", 3) == 0;
         const char *end = strncmp(text, "${", 2) == 0 ? reference_end(text) : NULL;
         char *part = end ? expand_reference(yaml, from, text, end, depth + 1) : NULL;
+        if (!end && (end = plain_end(yaml, text))) part = expand_plain(yaml, from, text, end, depth + 1);
         good = !end || part;
         if (good && end) fputs(part, file);
         if (is_escaped) fputs("${", file);

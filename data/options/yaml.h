@@ -34,6 +34,7 @@ typedef struct mt_yaml {
     int64_t bytes;
     mt_yaml_node *root;      // NULL: an empty text
     const char *absent_path; // references to what begins with this are null where there is no such key; NULL: none are
+    bool expands_plain;      // $NAME of a variable is ${NAME}
     bool keeps_unset;        // mt_yaml_value keeps a variable that is not set as it is written, and names it:
     char unset[112];
     mt_yaml_node *nodes;

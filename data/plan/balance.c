@@ -223,7 +223,13 @@ static void mt_cut(int64_t *layers, const mt_options *o, int64_t pp, int64_t vp,
     mt_cut_model m = {L, pp, vp, mt_malloc((L + 1) * 8), t->embedding, t->head};
     m.until[0] = 0;
     for (int64_t i = 0; i < L; i++) m.until[i + 1] = m.until[i] + t->layer[mt_layer_cost(o, i)];
-    m.last += (m.until[L] - m.until[L - 1] + t->head) * (double)o->mtp_num_layers; // as the last layer, and the head
+    double module = m.until[L] - m.until[L - 1]; // as the last layer, or as layers with its halves
+    for (const char *letter = o->mtp_hybrid_layers; letter && *letter; letter++) {
+        const char *like = strchr(o->hybrid_layers, *letter);
+        module = (letter == o->mtp_hybrid_layers ? 0 : module) +
+                 (like ? t->layer[mt_layer_cost(o, like - o->hybrid_layers)] : 0);
+    }
+    m.last += (module + t->head) * (double)o->mtp_num_layers;
     mt_cut_by_rank(layers, &m);
     if (stages <= L) {
         int64_t *other = mt_calloc(stages * 8);

@@ -18,7 +18,7 @@ typedef struct mt_report_file {
 } mt_report_file;
 
 /* A further number of an iteration. */
-enum { MT_MAX_REPORT_NUMBERS = 24 };
+enum { MT_MAX_REPORT_NUMBERS = 32 };
 typedef struct mt_report_number {
     const char *name; // of a few words
     double value;

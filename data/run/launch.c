@@ -127,6 +127,11 @@ static int mt_launch_try(mt_run_options *o, int64_t ranks, mt_error *error) {
     return MT_GIVEN(o, gpu) && !mt_plan_has_room(o, ranks, error) ? MT_DOES_NOT_FIT : 0;
 }
 
+/* Other numbers are refused whatever the remaining options are; few numbers divide a batch. */
+static bool mt_launch_divides(int64_t ranks, int64_t model, int64_t batch) {
+    return model >= 1 && ranks % model == 0 && batch % (ranks / model) == 0;
+}
+
 /* Where no number is accepted, the error is that of the largest one that has too little memory, else of the largest one
  * that is a multiple of a model's ranks: it names more than that. */
 int mt_launch_print(mt_run_options *o, FILE *file, mt_error *error) {
@@ -142,11 +147,13 @@ int mt_launch_print(mt_run_options *o, FILE *file, mt_error *error) {
     int64_t named = fewest < ranks && model >= 1 && model <= ranks ? ranks - ranks % model : ranks;
     mt_error other;
     bool fits = true;
-    int status = mt_launch_try(o, ranks, &other);
-    for (; status != 0; status = mt_launch_try(o, ranks, &other)) {
+    for (;; ranks--) {
+        if (ranks < fewest) return -1;
+        if (ranks != named && !mt_launch_divides(ranks, model, batch)) continue;
+        int status = mt_launch_try(o, ranks, &other);
+        if (status == 0) break;
         if (fits && (status == MT_DOES_NOT_FIT || ranks == named)) *error = other;
         if (status == MT_DOES_NOT_FIT) fits = false;
-        if (ranks-- <= fewest) return -1;
     }
     if (MT_GIVEN(o, gpu) && mt_simulate_check(&o->stack, &other) != 0)
         fprintf(stderr, "warning: --gpu %s: whether it has room is not checked: %s\n", o->gpu, other.text);

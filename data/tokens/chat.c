@@ -5,6 +5,7 @@
 #include "jinja.h"
 #include "prompts.h"
 #include "tokenizer_encode.h"
+#include "tokenizer_json.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -483,6 +484,7 @@ static int find_template(mt_jinja **jinja, json_t **texts, mt_chat_template *kin
     for (int i = 0; i < 2 && status == 0; i++) {
         char *file = mt_path_join(folder, files[i]);
         if (mt_folder_has(folder, files[i]) && !(config[i] = mt_json_read(file, error))) status = -1;
+        if (status == 0 && i == 0) status = mt_tokenizer_config_check(config[i], file, error);
         add_tokens(tokens, config[i]);
         free(file);
     }

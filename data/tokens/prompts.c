@@ -2,6 +2,7 @@
 #include "prompts.h"
 
 #include "../base/file.h"
+#include "tokenizer_json.h"
 #include "tokenizer_vocab.h"
 
 #include <errno.h>
@@ -171,8 +172,7 @@ int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
     snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
 
     if (read_optional(&config, config_path, error) != 0) return -1;
-    static const mt_json_field field = {"add_bos_token", MT_JSON_BOOL, "true or false"};
-    if (mt_json_check_fields(config, &field, 1, config_path, error) != 0) {
+    if (mt_tokenizer_config_check(config, config_path, error) != 0) {
         json_decref(config);
         return -1;
     }

@@ -9,6 +9,8 @@
  */
 #include "tokenizer_encode.h"
 
+#include <ctype.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -96,34 +98,133 @@ static int64_t after_match(const char *text, int64_t bytes, int64_t start, int64
     return end + mt_utf8_scan(text + end, bytes - end, &state);
 }
 
+/* An empty match right after a match is none. *last is the end of the last match. */
+static bool is_repeated(int64_t start, int64_t end, int64_t *last) {
+    if (start == end && end == *last) return true;
+    *last = end;
+    return false;
+}
+
 #ifdef MT_HAVE_PCRE2
 
-/* tokenizer.json's patterns are written for Oniguruma. Escapes with another meaning in PCRE2 are spelled out: \s is
- * Unicode's White_Space (PCRE2 adds U+180E); \w includes marks and connectors (not in PCRE2). */
+/* tokenizer.json's patterns are written for Oniguruma, in the syntax of Ruby. Syntax with another meaning in PCRE2 is
+ * spelled out or refused: \s is Unicode's White_Space (PCRE2 adds U+180E); \w includes marks, connectors and, outside
+ * of classes, the numbers of Latin-1 (not in PCRE2), \b agrees with it; names in [: :] are properties of Unicode. */
 #define SPACES "\\t-\\r\\x{85}\\p{Z}"
 #define WORDS  "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}"
+#define WORD   "[" WORDS WORDS_OF_LATIN_1 "]"
+#define NO_SPACES                                                                                                      \
+    "\\p{L}\\p{M}\\p{N}\\p{P}\\p{S}\\p{Cf}\\p{Co}\\p{Cs}\\p{Cn}\\x00-\\x08\\x0E-\\x1F\\x7F-\\x{84}\\x{86}-\\x{9F}"
+#define WORDS_OF_LATIN_1 "\\x{B2}\\x{B3}\\x{B9}\\x{BC}-\\x{BE}"
+
+static void append(mt_text *out, const char *text) {
+    mt_text_append(out, text, (int64_t)strlen(text));
+}
+
+static bool compiles(const char *pattern) {
+    int code;
+    PCRE2_SIZE at;
+    pcre2_code *compiled = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED, PCRE2_UTF, &code, &at, NULL);
+    pcre2_code_free(compiled);
+    return compiled != NULL;
+}
+
+/* Translates \p{NAME} or \P{NAME} of `length` bytes. A script is that of the character itself; PCRE2 from 10.40 on
+ * adds characters that other scripts use too, such as the ideographic comma to Han. */
+static void translate_property(mt_text *out, const char *source, int64_t length) {
+    bool inverse = length > 3 && source[3] == '^', negated = (source[1] == 'P') != inverse;
+    char script[80] = "";
+    if (length > 5 && length < 60)
+        snprintf(script, sizeof script, "\\%c{sc:%.*s", negated ? 'P' : 'p', (int)(length - 3 - inverse),
+                 source + 3 + inverse);
+    if (*script && compiles(script))
+        append(out, script);
+    else
+        mt_text_append(out, source, length);
+}
 
 /* Translates the escape at source[0] == '\\'; returns its length in the source, or 0 if it cannot be translated. */
 static int64_t translate_escape(mt_text *out, const char *source, int64_t bytes, bool in_class) {
+    static const struct {
+        char letter;
+        const char *outside, *inside; // of a class; NULL: cannot be translated
+    } rows[] = {
+        {'s', "[" SPACES "]", SPACES},
+        {'S', "[^" SPACES "]", NO_SPACES},
+        {'w', "[" WORDS WORDS_OF_LATIN_1 "]", WORDS},
+        {'W', "[^" WORDS WORDS_OF_LATIN_1 "]", NULL},
+        {'b', "(?:(?<=" WORD ")(?!" WORD ")|(?<!" WORD ")(?=" WORD "))", "\\b"},
+        {'B', "(?:(?<=" WORD ")(?=" WORD ")|(?<!" WORD ")(?!" WORD "))", NULL},
+        {'h', NULL, NULL}, // a hexadecimal digit
+        {'H', NULL, NULL},
+        {'v', NULL, NULL}, // a vertical tab
+        {'V', NULL, NULL}, // letters
+        {'Q', NULL, NULL},
+        {'E', NULL, NULL},
+        {'G', NULL, NULL}, // the start of a search, which may go on in parts
+    };
     char letter = bytes > 1 ? source[1] : 0;
-    const char *set = letter == 's' || letter == 'S' ? SPACES : letter == 'w' || letter == 'W' ? WORDS : NULL;
-    bool negated = letter == 'S' || letter == 'W';
-    if (letter == 'h' || letter == 'H') return 0; // Oniguruma: a hexadecimal digit; PCRE2: a blank
-    if (letter == 'G') return 0;                  // the start of a search, which may go on in parts
-    if (set && in_class && !negated) {
-        mt_text_append(out, set, (int64_t)strlen(set));
-    } else if (set && !in_class) {
-        mt_text_append(out, negated ? "[^" : "[", negated ? 2 : 1);
-        mt_text_append(out, set, (int64_t)strlen(set));
-        mt_text_append(out, "]", 1);
-    } else {
-        int64_t length = bytes > 1 ? 2 : 1;
-        if (bytes > 2 && strchr("pPx", letter) && source[2] == '{')
-            while (length < bytes && source[length - 1] != '}') length++;
-        mt_text_append(out, source, length);
-        return length;
+    bool property = letter == 'p' || letter == 'P', braced = bytes > 2 && source[2] == '{';
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char *set = in_class ? rows[i].inside : rows[i].outside;
+        if (rows[i].letter != letter) continue;
+        if (set) append(out, set);
+        return set ? 2 : 0;
     }
-    return 2;
+    if (property && !braced) return 0; // a letter
+    int64_t length = bytes > 1 ? 2 : 1;
+    if (braced && (property || letter == 'x'))
+        while (length < bytes && source[length - 1] != '}') length++;
+    if (property)
+        translate_property(out, source, length);
+    else
+        mt_text_append(out, source, length);
+    return length;
+}
+
+/* Translates [:NAME:] or [:^NAME:] within a class; returns its length in the source, or 0. */
+static int64_t translate_posix(mt_text *out, const char *source, int64_t bytes) {
+    static const struct {
+        const char *name, *set, *negated; // negated: NULL if it is not a single property
+    } rows[] = {
+        {"alpha", "\\p{Alphabetic}", "\\P{Alphabetic}"},
+        {"lower", "\\p{Lowercase}", "\\P{Lowercase}"},
+        {"upper", "\\p{Uppercase}", "\\P{Uppercase}"},
+        {"digit", "\\p{Nd}", "\\P{Nd}"},
+        {"cntrl", "\\p{Cc}", "\\P{Cc}"},
+        {"ascii", "[:ascii:]", "[:^ascii:]"},
+        {"xdigit", "0-9A-Fa-f", NULL},
+        {"space", SPACES, NULL},
+        {"blank", "\\t\\p{Zs}", NULL},
+        {"punct", "\\p{P}\\p{S}", NULL},
+        {"word", WORDS, NULL},
+        {"alnum", "\\p{Alphabetic}\\p{Nd}", NULL},
+        {"graph", "\\p{L}\\p{M}\\p{N}\\p{P}\\p{S}\\p{Cf}\\p{Co}", NULL},
+        {"print", "\\p{L}\\p{M}\\p{N}\\p{P}\\p{S}\\p{Cf}\\p{Co}\\p{Zs}", NULL},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (int inverse = 0; inverse < 2; inverse++) {
+            char text[16];
+            const char *set = inverse ? rows[i].negated : rows[i].set;
+            int64_t length = snprintf(text, sizeof text, "[:%s%s:]", inverse ? "^" : "", rows[i].name);
+            if (!set || length > bytes || memcmp(source, text, (size_t)length) != 0) continue;
+            append(out, set);
+            return length;
+        }
+    return 0;
+}
+
+/* Translates options of a group, such as (?m: or (?i-m), at their '('; returns the length of "(?" and the letters.
+ * Ruby's m is PCRE2's s, and Ruby has no s. 0: not supported; 2 without letters: another kind of group. */
+static int64_t translate_group(mt_text *out, const char *source, int64_t bytes) {
+    int64_t length = 2;
+    while (length < bytes && strchr("imsx-", source[length])) length++;
+    append(out, "(?");
+    for (int64_t i = 2; i < length; i++) {
+        if (source[i] == 's') return 0;
+        mt_text_append(out, source[i] == 'm' ? "s" : source + i, 1);
+    }
+    return length;
 }
 
 /* Appends PCRE2's spelling of an Oniguruma pattern; false if the pattern cannot be translated. */
@@ -131,21 +232,17 @@ static bool translate_pattern(mt_text *out, const char *source, int64_t bytes) {
     bool in_class = false;
     for (int64_t i = 0, class_start = 0; i < bytes;) {
         char c = source[i], next = i + 1 < bytes ? source[i + 1] : 0;
-        if (c == '\\') {
-            int64_t length = translate_escape(out, source + i, bytes - i, in_class);
+        bool nested = in_class && c == '[', group = !in_class && c == '(' && next == '?';
+        if (c == '\\' || nested || group) {
+            int64_t length = c == '\\' ? translate_escape(out, source + i, bytes - i, in_class)
+                             : nested  ? translate_posix(out, source + i, bytes - i)
+                                       : translate_group(out, source + i, bytes - i);
             if (!length) return false;
             i += length;
             continue;
         }
         if (!in_class && c == '}' && next == '+') return false; // a{1,3}+ is possessive in PCRE2 only
         if (in_class && c == '&' && next == '&') return false;  // intersection of character classes
-        if (in_class && c == '[') {
-            const char *end = next == ':' ? memchr(source + i, ']', (size_t)(bytes - i)) : NULL;
-            if (!end) return false; // nested character class
-            mt_text_append(out, source + i, end + 1 - (source + i));
-            i = end + 1 - source;
-            continue;
-        }
         if (!in_class && c == '[') {
             in_class = true;
             class_start = i + 1 + (next == '^');
@@ -154,6 +251,8 @@ static bool translate_pattern(mt_text *out, const char *source, int64_t bytes) {
         }
         mt_text_append(out, &c, 1);
         i++;
+        if (!in_class && c == '{' && next == ',' && i + 1 < bytes && isdigit((unsigned char)source[i + 1]))
+            append(out, "0"); // {,3}
     }
     return true;
 }
@@ -513,16 +612,16 @@ static int check_growth(const mt_encoder *encoder, int64_t bytes, int64_t grown,
 
 static int replace(mt_encoder *encoder, const mt_rule *step, mt_text *out, const char *text, int64_t bytes,
                    mt_error *error) {
-    int64_t copied = 0, start = 0, end = 0;
-    for (int64_t from = 0; from <= bytes;) {
+    int64_t copied = 0, start = 0, end = 0, last = -1;
+    for (int64_t from = 0; from <= bytes; from = after_match(text, bytes, start, end)) {
         int found = pattern_next(encoder, &step->pattern, text, bytes, from, &start, &end, error);
         if (found < 0) return -1;
         if (!found) break;
+        if (is_repeated(start, end, &last)) continue;
         mt_text_append(out, text + copied, start - copied);
         if (check_growth(encoder, bytes, out->bytes + step->content_bytes, error) != 0) return -1;
         mt_text_append(out, step->content, step->content_bytes);
         copied = end;
-        from = after_match(text, bytes, start, end);
     }
     mt_text_append(out, text + copied, bytes - copied);
     return 0;
@@ -1161,16 +1260,16 @@ static int split(mt_encoder *encoder, int index, bool first, const char *text, i
                  mt_error *error) {
     const mt_rule *step = &encoder->tokenizer->pretokenizer[index];
     piece_span piece = {0};
-    int64_t done = 0, start = 0, end = 0;
-    for (int64_t from = 0; from < bytes;) {
+    int64_t done = 0, start = 0, end = 0, last = -1;
+    for (int64_t from = 0; from < bytes; from = after_match(text, bytes, start, end)) {
         int found = pattern_next(encoder, &step->pattern, text, bytes, from, &start, &end, error);
         if (found < 0) return -1;
         if (!found) break;
+        if (is_repeated(start, end, &last)) continue;
         piece_span gap = {done, start, true, step->invert}, match = {start, end, true, !step->invert};
         if (start > done && split_span(encoder, index, first, text, gap, &piece, ids, error)) return -1;
         if (split_span(encoder, index, first, text, match, &piece, ids, error)) return -1;
         done = end;
-        from = after_match(text, bytes, start, end);
     }
     piece_span rest = {done, bytes, true, step->invert};
     if (done < bytes && split_span(encoder, index, first, text, rest, &piece, ids, error)) return -1;

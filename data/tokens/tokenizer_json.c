@@ -246,6 +246,9 @@ static int read_metaspace(loader *l, mt_rule *step, const json_t *object) {
     return 0;
 }
 
+/* \w of Rust, in which this pre-tokenizer is written: its joiners are words, the fractions of Latin-1 are none. */
+#define RUST_WORDS "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}\\x{200C}\\x{200D}"
+
 static int read_pretokenizer(loader *l, mt_rule *step, const json_t *object) {
     mt_text type = get_text(object, "type");
     if (l->tokenizer->byte_level) return refuse(l, "pre_tokenizer after ByteLevel", type);
@@ -275,7 +278,7 @@ static int read_pretokenizer(loader *l, mt_rule *step, const json_t *object) {
     if (equals(type, "WhitespaceSplit")) return set_regex(l, step, MT_REMOVED, "\\s");
     if (equals(type, "Whitespace")) {
         step->invert = true;
-        return set_regex(l, step, MT_REMOVED, "[\\w\\x{200C}\\x{200D}]+|[^\\w\\x{200C}\\x{200D}\\s]+");
+        return set_regex(l, step, MT_REMOVED, "[" RUST_WORDS "]+|[^" RUST_WORDS "\\s]+");
     }
     return refuse(l, "pre_tokenizer", type);
 }

@@ -11,7 +11,9 @@ same iteration saved as a Hugging Face folder. TYPE: fp32 or bf16; FORM: plain o
 
 It runs on the CPU: gloo in place of NCCL, the layers of the local specification, and stand-ins for the calls that ask
 for a GPU. Each folder NAME holds iter_0000007 as Megatron-LM leaves it, its tracker, and expected.f32: the
-log-probabilities of tokens 1 to 15 by Megatron-Core's own forward pass, in the order of their places.
+log-probabilities of tokens 1 to 15 by Megatron-Core's own forward pass, in the order of their places. Models with
+multi-token prediction have losses.f64 too, the mean losses of the model and of each depth, and the gradients of a step
+in place of the weights of a second folder, NAME_gradients.
 """
 import argparse
 import contextlib
@@ -29,6 +31,9 @@ COMMON = dict(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_he
               untie_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=10000,
               rotary_percent=1.0, max_position_embeddings=32, vocab_size=100, padded_vocab_size=128,
               qk_layernorm=False, norm_epsilon=1e-5, num_experts=None, group_query_attention=True)
+ROUTED = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02,
+              moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+              padded_vocab_size=100)  # Megatron-Core's losses have logits of the padding
 # name: (ranks, format, with the optimizer's state, what differs from COMMON)
 CASES = {
     "dense_tp2": (2, "torch_dist", False, {}),
@@ -49,6 +54,18 @@ CASES = {
                 dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
                      v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, pp=2, num_query_groups=4,
                      group_query_attention=False, qk_layernorm=True, norm_epsilon=1e-6)),
+    # latent attention without norms of its latents, beside LayerNorm, biases and learned positions; and norms of another epsilon
+    "mla_plain": (1, "torch_dist", False,
+                  dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8,
+                       qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0,
+                       num_layers=1, hidden_size=8, ffn_hidden_size=12, num_query_groups=4,
+                       group_query_attention=False, normalization="LayerNorm", add_bias_linear=True,
+                       position_embedding_type="learned_absolute")),
+    "mla_epsilon": (1, "torch_dist", False,
+                    dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=4,
+                         v_head_dim=8, rope_type="rope", rotary_scaling_factor=1.0, num_layers=1, hidden_size=8,
+                         ffn_hidden_size=12, num_query_groups=4, group_query_attention=False, qk_layernorm=True,
+                         norm_epsilon=3e-2)),
     # RoPE as in Llama 3.1, whose band of wavelengths between 2048 and 8192 has the last pair of channels
     "llama31": (1, "torch_dist", False, dict(use_rope_scaling=True, rope_scaling_factor=8.0, rotary_base=3000)),
     "interleaved": (1, "torch_dist", False,
@@ -69,6 +86,17 @@ CASES = {
     "hybrid_tp2": (2, "torch_dist", False,
                    dict(hybrid_layer_pattern="M*-M", num_layers=4, mamba_num_heads=4, mamba_head_dim=6, mamba_state_dim=5,
                         mamba_num_groups=2, position_embedding_type="none", swiglu=False, squared_relu=True)),
+    # multi-token prediction by one module that is repeated, with a router's losses; also its gradients, see gradients()
+    "mtp_repeated": (1, "torch_dist", False,
+                     dict(mtp_num_layers=3, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.7, num_experts=4,
+                          moe_ffn_hidden_size=8, moe_router_topk=2, moe_layer_freq=[1], moe_router_pre_softmax=False,
+                          num_layers=1, **ROUTED)),
+    "mtp_hybrid": (1, "torch_dist", False,
+                   dict(mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3,
+                        hybrid_layer_pattern="M*E/*E/*E", num_layers=3, mamba_num_heads=4, mamba_head_dim=6,
+                        mamba_state_dim=5, mamba_num_groups=2, position_embedding_type="none", swiglu=False,
+                        squared_relu=True, num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2,
+                        moe_router_pre_softmax=False, moe_shared_expert_intermediate_size=8, **ROUTED)),
     "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
 }
 
@@ -179,8 +207,13 @@ def hybrid_model(c, a):
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock, MultiTokenPredictionBlockSubmodules, MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules)
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -198,11 +231,19 @@ def hybrid_model(c, a):
                                submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add)),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
             self_attention=attention, self_attn_bda=get_bias_dropout_add)),
+        moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=hybrid_block.TENorm, mlp_bda=get_bias_dropout_add,
+            mlp=get_moe_module_spec(use_te=False, num_experts=a["num_experts"] or 1, moe_grouped_gemm=False))),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[ModuleSpec(
+                module=MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(
+                    enorm=hybrid_block.TENorm, hnorm=hybrid_block.TENorm, layer_norm=hybrid_block.TENorm,
+                    eh_proj=ColumnParallelLinear))])),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=TransformerLayerSubmodules(
             mlp=mlp, mlp_bda=get_bias_dropout_add))))
     return HybridModel(c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
                        hybrid_layer_pattern=a["hybrid_layer_pattern"], position_embedding_type="none",
-                       share_embeddings_and_output_weights=False, parallel_output=False)
+                       share_embeddings_and_output_weights=False, parallel_output="mtp_num_layers" in a)
 
 
 def delta_spec(c):
@@ -243,7 +284,8 @@ def start(tp, pp=1, vpp=None, ep=1):
 def build(tp, shape, chunk=None):
     import torch
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec, get_gpt_layer_local_spec, get_gpt_mtp_block_spec)
     from megatron.core.transformer import TransformerConfig
     a = {**COMMON, **shape}
     torch.manual_seed(7)
@@ -252,6 +294,7 @@ def build(tp, shape, chunk=None):
     if a["num_experts"]:
         moe.update(num_moe_experts=a["num_experts"], moe_token_dispatcher_type="allgather",
                    moe_router_load_balancing_type="none")
+        moe.update({k: a[k] for k in ROUTED if k in a and k.startswith("moe_")})
     kind = TransformerConfig
     if a.get("multi_latent_attention"):
         from megatron.core.transformer.transformer_config import MLATransformerConfig as kind
@@ -263,7 +306,7 @@ def build(tp, shape, chunk=None):
     if a.get("experimental_attention_variant"):
         moe.update({k: a[k] for k in a if k.startswith(("linear_", "experimental_")) or k == "attention_output_gate"},
                    layernorm_zero_centered_gamma=True, deterministic_mode=True)
-    moe.update({k: a[k] for k in a if k.startswith("mamba_")})
+    moe.update({k: a[k] for k in a if k.startswith(("mamba_", "mtp_"))})
     pp, vpp = a.get("pp", 1), a.get("vpp")
     c = kind(
         pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=torch.float32,
@@ -284,7 +327,7 @@ def build(tp, shape, chunk=None):
     if a.get("experimental_attention_variant"):
         spec = delta_spec(c)
     elif a.get("multi_latent_attention"):
-        spec = get_gpt_layer_local_spec(qk_layernorm=True, multi_latent_attention=True,
+        spec = get_gpt_layer_local_spec(qk_layernorm=a["qk_layernorm"], multi_latent_attention=True,
                                         normalization=a["normalization"])
     elif a["num_experts"]:
         spec = get_gpt_decoder_block_spec(c, use_transformer_engine=False)
@@ -293,11 +336,13 @@ def build(tp, shape, chunk=None):
     model = hybrid_model(c, a) if a.get("hybrid_layer_pattern") else GPTModel(
         c, spec, vocab_size=a["padded_vocab_size"], max_sequence_length=a["max_position_embeddings"],
         share_embeddings_and_output_weights=not a["untie_embeddings_and_output_weights"],
-        position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"], parallel_output=False,
+        position_embedding_type=a["position_embedding_type"], rotary_base=a["rotary_base"],
+        parallel_output="mtp_num_layers" in a,
         rotary_percent=a["rotary_percent"], rope_scaling=a.get("use_rope_scaling", False),
         rope_scaling_factor=a.get("rope_scaling_factor", 8.0),
         seq_len_interpolation_factor=a.get("rotary_seq_len_interpolation_factor"),
-        pre_process=number == 0, post_process=number == stages - 1, vp_stage=chunk)
+        pre_process=number == 0, post_process=number == stages - 1, vp_stage=chunk,
+        mtp_block_spec=get_gpt_mtp_block_spec(c, spec, use_transformer_engine=False) if "mtp_num_layers" in a else None)
     generator = torch.Generator().manual_seed(11 + torch.distributed.get_rank())
     replicated = torch.Generator().manual_seed(5 + number)
     for name, p in model.named_parameters():  # norms and biases other than 1 and 0
@@ -337,6 +382,30 @@ def log_probabilities(model, a):
         logits = logits.float()[0, :, : a["vocab_size"]]
     logp = torch.log_softmax(logits, -1)
     return torch.tensor([logp[i, tokens[0, i + 1]] for i in range(TOKENS - 1)])
+
+
+def gradients(model, a):
+    """The losses of one sequence; puts the gradients of their sum, as Megatron-Core weights it, in place of weights, and
+    updates the biases that balance the experts."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    parallel_state.get_data_parallel_group = lambda *a, **k: None
+    MTPLossLoggingHelper.tracker.clear()  # of an earlier forward pass
+    tokens = (torch.arange(TOKENS + 1) * 7 % a["vocab_size"])[None]
+    mask = torch.tril(torch.ones(1, 1, TOKENS, TOKENS)) < 0.5
+    model.train()
+    loss = model(tokens[:, :-1], torch.arange(TOKENS)[None], mask, labels=tokens[:, 1:].contiguous(),
+                 loss_mask=torch.ones(1, TOKENS)).mean()
+    loss.backward()
+    losses = [loss.item()] + MTPLossLoggingHelper.tracker["loss_values"].tolist()
+    for p in model.parameters():
+        p.data = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+    for router in model.modules():
+        if getattr(router, "expert_bias", None) is not None:
+            router.expert_bias.copy_(get_updated_expert_bias(router.local_tokens_per_expert, router.expert_bias, 1e-3))
+    return losses
 
 
 def args_of(a, tp):
@@ -408,6 +477,15 @@ def make(name):
         with open(os.path.join(folder, "latest_checkpointed_iteration.txt"), "w") as file:
             file.write("7")
         expected.numpy().astype(numpy.float32).tofile(os.path.join(folder, "expected.f32"))
+    if "mtp_num_layers" in shape:
+        losses = gradients(model, a)
+        numpy.array(losses).tofile(os.path.join(folder, "losses.f64"))
+        shutil.rmtree(folder + "_gradients", ignore_errors=True)
+        os.makedirs(folder + "_gradients/iter_0000007")
+        state = dict(model.sharded_state_dict(metadata=dict(singleton_local_shards=False)), **common)
+        dist_checkpointing.save(state, folder + "_gradients/iter_0000007")
+        with open(os.path.join(folder + "_gradients", "latest_checkpointed_iteration.txt"), "w") as file:
+            file.write("7")
 
 
 def read_safetensors(path):
@@ -530,7 +608,7 @@ def load(folder, name, tp):
     for p in model.parameters():
         p.data.zero_()
     state = model.sharded_state_dict(metadata=dict(singleton_local_shards=False))
-    if a["num_experts"]:  # the local specification names the norm before experts as that before a dense MLP
+    if a["num_experts"] and "moe_layer_freq" in a:  # the local specification names the norm before experts as that before a dense MLP
         for part in state.values():
             if part.key.endswith(".mlp.linear_fc1.layer_norm_weight") and a["moe_layer_freq"][int(part.key.split(".")[2])]:
                 part.key = part.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
@@ -546,6 +624,10 @@ def load(folder, name, tp):
     if dist.get_rank() == 0:
         print("largest difference of log-probabilities:", abs(got - wanted).max())
     assert abs(got - wanted).max() < 1e-5
+    if "mtp_num_layers" in shape:
+        model.zero_grad()
+        losses = numpy.array(gradients(model, a))
+        assert abs(losses - numpy.fromfile(os.path.join(HERE, name, "losses.f64"))).max() < 1e-5
 
 
 def main():
