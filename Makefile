@@ -5,7 +5,10 @@
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
 ## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
-## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some
+## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some,
+##                    SECTIONS="9d 3e" those of these sections of megatron.c, ONLY=name one test by its name or pattern
+## make times         print how long the suites took here when they ran last
+## make needs EXAMPLE=focal_loss  print the files that an example needs, for a copy of its own
 ## make test-all      run all tests;  make test-slow: the rest alone
 ## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini; and its steps
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
@@ -15,7 +18,7 @@
 ## make pictures      draw the pictures of the notes
 ## make book          README, chapters and pictures as pages in build/book, with one that draws pipeline schedules
 ## make puzzle N=1    build notes/mini.c with an error to find: N=1 to 10, notes/00-megatron-in-one-file.md
-## make notes         write the code that the notes quote from the sources again
+## make notes         write the code that the notes quote, and the table of CONTRIBUTING.md, from the sources again
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make calibrate     measure this machine's GPUs for train --plan: OUT=machine.json, BASE=data/machines/h200.json
@@ -31,6 +34,7 @@
 ## make clean         remove what was built
 ##
 ## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory) WERROR=1 V=1
+## DRAFT=1 compiles in half of the time, for a quick test, in a folder of its own.
 ## CUDA is compiled for the GPU of this machine; CUDA_ARCH=90a or CUDA_ARCH="80 90a" compiles it where there is none.
 ## RANKS=N: ranks of the demos; by default as many as cores, up to four.
 ## All cores compile, unless -j says otherwise.
@@ -51,7 +55,7 @@ endif
 comma := ,
 space := $(subst ,, )
 CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $(SANITIZE),sanitize) \
-	$(if $(strip $(WITHOUT)),without $(sort $(WITHOUT)))))
+	$(if $(DRAFT),draft) $(if $(strip $(WITHOUT)),without $(sort $(WITHOUT)))))
 B := build/$(or $(CONFIG),default)
 BIN := $(if $(CONFIG),$(B)/bin/)
 
@@ -66,7 +70,12 @@ MAINS := $(wildcard train.c infer.c data/datasets/preprocess.c)
 LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*/*.c))
 ALL_SUITES := $(sort $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh))))
 SLOW_SUITES := $(shell sed -n 's/^\([a-z0-9_]*\) .*/\1/p' tests/slow_suites 2>/dev/null)
+ifneq ($(SECTIONS),)
+SUITES := $(shell tests/sections $(SECTIONS))
+$(if $(SUITES),,$(error SECTIONS=$(SECTIONS): no suite tests them))
+else
 SUITES ?= $(filter-out $(SLOW_SUITES),$(ALL_SUITES))
+endif
 TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),$(wildcard $(SUITES:%=tests/test_%.c))))
 BENCHES := $(wildcard tests/bench_*.c)
 FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$(wildcard tests/fuzz_*.c)))
@@ -84,10 +93,17 @@ MINI_PROGRAMS := $(patsubst %.c,$(B)/%,notes/mini.c $(wildcard notes/steps/*.c))
 MINI = $(if $(HAVE_MPI),$(if $(shell command -v $(MPICC)),$(B)/notes/mini))
 CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
+# Objects that no include leads to, in every program.
+MORE_OBJECTS = $(filter-out $(LIBRARY:%.c=$(B)/%.o),$(OBJECTS))
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
 
-OPT ?= $(if $(SANITIZE)$(FUZZER),-O1,-O3) -march=native
+OPT ?= $(if $(SANITIZE)$(FUZZER),-O1,$(if $(DRAFT),-O2 $(DRAFT_VECTORS),-O3)) -march=native
+# Half of the time of -O3; loops are vectorized all the same, as sums in fp32 need it for their accuracy. With these
+# options gcc warns of a length that it thinks negative.
+DRAFT_VECTORS = $(if $(findstring clang,$(CC)),,-ftree-vectorize -fvect-cost-model=dynamic -Wno-stringop-overflow)
+# Where a variable is at each instruction takes a fifth of the compiler's time, and changes no instruction.
+DEBUG := -g -fno-var-tracking
 WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror)
 CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 	$(if $(SANITIZE)$(FUZZER),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -96,7 +112,7 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: test-all test-slow mini has-mpicc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: calibrate bench-fp8
+.PHONY: calibrate bench-fp8 needs times
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
 	format format-check clean FORCE
 all:
@@ -114,8 +130,8 @@ else
 # ---- What the machine has (data/scripts/probe.sh), unless nothing is compiled ----------------------------------------
 
 COMPILES := $(filter-out help notes puzzle mini clean deps deps-dev lint sizes format format-check plot probe fuzz \
-	test-all test-slow uninstall $(if $(filter book,$(MAKECMDGOALS)),$(if $(shell command -v pandoc),,book)),\
-	$(or $(MAKECMDGOALS),all))
+	test-all test-slow uninstall needs times \
+	$(if $(filter book,$(MAKECMDGOALS)),$(if $(shell command -v pandoc),,book)),$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
@@ -148,8 +164,8 @@ CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
 CUDA_EXAMPLES := $(patsubst %.cu,$(B)/%,$(wildcard notes/examples/*.cu))
 endif
 
-ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. -I$(B) $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
-	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
+ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. -I$(B) $(OPT) $(DEBUG) $(WARNINGS) $(MATHS) $(CHECKS) \
+	$(FOUND_CFLAGS) $(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
 REAL_ARCHS := $(filter-out %-virtual,$(ARCHS))
 NEWEST_ARCH := $(shell printf '%s\n' $(filter-out %a,$(REAL_ARCHS)) | sort -n | tail -n 1)
 PTX_ARCHS := $(sort $(patsubst %-virtual,%,$(filter %-virtual,$(ARCHS))) $(NEWEST_ARCH))
@@ -192,14 +208,18 @@ $(filter-out $(BIN)data/%,$(PROGRAMS)): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(filter $(BIN)data/%,$(PROGRAMS)): $(BIN)data/%: $(B)/data/datasets/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
-$(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
+$(TEST_PROGRAMS): %: %.o $(B)/tests/only.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
-$(B)/tests/test_crash: $(B)/tests/crash_shim.o
 $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)
 	$(Q)$(CC) -std=c11 -D_GNU_SOURCE -O1 -fPIC -shared $(WARNINGS) -o $@ $< -ldl
-$(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(OBJECTS) $(B)/flags
+$(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW) $(FUZZ_LAYOUTS): %: %.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program)
+# The objects that each of these needs, by its includes.
+NEEDING := $(wildcard tests/test_*.c tests/fuzz_*.c tests/bench_*.c notes/examples/*.c notes/draw.c)
+ifneq ($(and $(COMPILES),$(NEEDING)),)
+$(foreach rule,$(shell awk -v rules=$(B) -f data/scripts/needs.awk $(NEEDING)),$(eval $(subst |, ,$(rule))))
+endif
 $(CUDA_EXAMPLES): %: %.cu.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 # These need mpicc, and nothing that data/scripts/probe.sh finds.
@@ -210,7 +230,7 @@ $(B)/notes/steps/8: $(B)/notes/mini
 	@mkdir -p $(@D); ln -sf ../mini $@
 has-mpicc:
 	@command -v $(MPICC) >/dev/null || { echo "make mini needs $(MPICC): make deps installs MPI" >&2; exit 1; }
-$(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
+$(FUZZ_PROGRAMS): %: %.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
 
 $(B)/%.o: %.c $(B)/flags
@@ -306,6 +326,7 @@ uninstall:
 	rm -rf $(DESTDIR)$(MACHINEDIR)
 	rmdir $(DESTDIR)$(dir $(MACHINEDIR)) 2>/dev/null || :
 	rm -rf $(DESTDIR)$(INCLUDEDIR)
+	@[ -n '$(DESTDIR)' ] || [ "$$(id -u)" != 0 ] || ldconfig 2>/dev/null || :
 -include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d $(B)/*/*/*/*.d)
 
 # ---- Tests, benchmarks, demo -----------------------------------------------------------------------------------------
@@ -318,6 +339,7 @@ SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBS
 TEST_JOBS ?= $(if $(GPU_ARCH),1,2)
 # Further programs that a suite runs.
 NEEDED_BY_crash = $(CRASH_SHIM)
+NEEDED_BY_workshop = $(if $(HAVE_CMOCKA),$(B)/tests/test_grid)
 NEEDED_BY_examples = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES)
 NEEDED_BY_notes = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(if $(MINI),$(MINI_PROGRAMS))
 NEEDED_BY_mini = $(MINI)
@@ -327,16 +349,32 @@ NEEDED_BY_planner = $(B)/tests/bench_calibrate
 NEEDED_BY_fuzz_layouts = $(FUZZ_LAYOUTS)
 NEEDED_BY_pictures = $(DRAW)
 NEEDED_BY_book = $(DRAW)
-test: all $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(NEEDED_BY_$s)))
+# Suites in C need their program alone; of the others, those whose text names train, infer, preprocess or make need all.
+SHELL_SUITES = $(wildcard $(SUITES:%=tests/test_%.sh))
+RUN_PROGRAMS = $(shell grep -lE '^[^\#]*([$$](train|infer)|MT_BIN|MT_TESTS|preprocess|make )' $(SHELL_SUITES) /dev/null)
+test: $(if $(RUN_PROGRAMS),all) $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(NEEDED_BY_$s)))
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
-		tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_ONLY='$(ONLY)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 test-all:
 	+@$(MAKE) --no-print-directory test SUITES='$(ALL_SUITES)'
 test-slow:
 	+@$(MAKE) --no-print-directory test SUITES='$(SLOW_SUITES)'
+
+# Suite, seconds and processor seconds, as rows of the table of CONTRIBUTING.md.
+times:
+	@cat $(B)/tests/*.seconds 2>/dev/null | sort -k3,3nr -k1,1 | awk '{ sum += $$2; processor += $$3 } \
+		{ print "| `" $$1 "` | " $$2 " | " $$3 " |" } \
+		END { if (NR) print "| together | " sum " | " processor " |"; else exit 1 }' || \
+		{ echo "no suite ran in $(B)/tests" >&2; exit 1; }
+
+# The files that an example needs, as one line.
+needs:
+	@[ -f 'notes/examples/$(EXAMPLE).c' ] || { echo "make needs EXAMPLE=name: of" \
+		$(sort $(basename $(notdir $(wildcard notes/examples/*.c)))) >&2; exit 1; }
+	@echo $$(awk -f data/scripts/needs.awk notes/examples/$(EXAMPLE).c)
 
 mini: $(MINI_PROGRAMS)
 
@@ -392,6 +430,8 @@ puzzle:
 notes:
 	@for page in notes/*.md notes/steps/*.md README.md; do \
 		awk -f notes/weave.awk $$page >$$page.new && mv $$page.new $$page || { rm -f $$page.new; exit 1; }; done
+	@tests/sections --weave >CONTRIBUTING.md.new && mv CONTRIBUTING.md.new CONTRIBUTING.md || \
+		{ rm -f CONTRIBUTING.md.new; exit 1; }
 
 # Ranks of the demos: a layout of four, two or one, as many as there are cores.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null)

@@ -297,7 +297,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .ffn_hidden_size = 4 * hidden_size,
         .num_attention_heads = num_attention_heads,
         .num_query_groups = num_attention_heads,
-        .kv_channels = hidden_size / num_attention_heads,
+        .kv_channels = num_attention_heads > 0 ? hidden_size / num_attention_heads : 0,
         .max_position_embeddings = seq_length,
         .seq_length = seq_length,
         .vocab_size = vocab_size,
@@ -469,6 +469,41 @@ static bool mt_has_router_loss(const mt_options *o) {
 
 int64_t mt_value_channels(const mt_options *o) {
     return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
+}
+
+int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
+    bool has_attention = mt_has_mixer(o, MT_MIXER_ATTENTION);
+    const struct {
+        const char *name;
+        bool needed;
+        double value;
+    } sizes[] = {{"num_layers", true, (double)o->num_layers},
+                 {"hidden_size", true, (double)o->hidden_size},
+                 {"num_attention_heads", true, (double)o->num_attention_heads},
+                 {"num_query_groups", has_attention, (double)o->num_query_groups},
+                 {"kv_channels", has_attention, (double)o->kv_channels},
+                 {"ffn_hidden_size", mt_num_dense_layers(o) > 0, (double)o->ffn_hidden_size},
+                 {"vocab_size", true, (double)o->vocab_size},
+                 {"padded_vocab_size", true, (double)o->padded_vocab_size},
+                 {"tensor_model_parallel_size", true, (double)o->tensor_model_parallel_size},
+                 {"pipeline_model_parallel_size", true, (double)o->pipeline_model_parallel_size},
+                 {"num_virtual_stages_per_pipeline_rank", true, (double)o->num_virtual_stages_per_pipeline_rank},
+                 {"context_parallel_size", true, (double)o->context_parallel_size},
+                 {"context_a2a_size", true, (double)o->context_a2a_size},
+                 {"expert_model_parallel_size", true, (double)o->expert_model_parallel_size},
+                 {"data_parallel_size", true, (double)o->data_parallel_size},
+                 {"micro_batch_size", train, (double)o->micro_batch_size},
+                 {"global_batch_size", train, (double)o->global_batch_size},
+                 {"norm_epsilon", true, o->norm_epsilon},
+                 {"embedding_multiplier", true, o->embedding_multiplier},
+                 {"residual_multiplier", true, o->residual_multiplier},
+                 {"logits_scaling", true, o->logits_scaling}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].needed && !(sizes[i].value > 0))
+            return mt_error_set(error,
+                                "mt_options.%s is %g, and must be above 0: set it, or begin with mt_options_plain",
+                                sizes[i].name, sizes[i].value);
+    return 0;
 }
 
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
@@ -14916,7 +14951,9 @@ static int mt_model_start(mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (mt_agree(&grid->world, mt_options_check_limits(options, &ops->limits, error) != 0, error) != 0) return -1;
+    bool failed = mt_options_check_sizes(options, plan->train, error) != 0 ||
+                  mt_options_check_limits(options, &ops->limits, error) != 0;
+    if (mt_agree(&grid->world, failed, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;

@@ -40,7 +40,7 @@
 #define MT_VERSION_MAJOR 2
 #define MT_VERSION_MINOR 0
 #define MT_VERSION_PATCH 0
-#define MT_VERSION       "2.0.0-dev"
+#define MT_VERSION       "2.0.0"
 
 #include <math.h>
 #include <stdbool.h>
@@ -773,8 +773,8 @@ typedef struct mt_options {
 /* For programs without data/: a dense decoder on one rank, with Megatron's defaults (LayerNorm, learned positions,
  * biases, GELU, dropout of 0.1) and every derived value, as mt_options_finish leaves them. The vocabulary is padded to
  * a multiple of 128. Set `lr`, `train_iters`, `num_iterations` and `global_batch_size` next; for other widths of heads
- * or of the MLP also kv_channels, num_query_groups and ffn_hidden_size, for experts also moe_layers. Nothing checks
- * them. */
+ * or of the MLP also kv_channels, num_query_groups and ffn_hidden_size, for experts also moe_layers.
+ * mt_model_create refuses sizes of 0 by their names; rules between options are those of data/options. */
 mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num_attention_heads, int64_t vocab_size,
                             int64_t seq_length);
 
@@ -2440,6 +2440,10 @@ typedef struct mt_ops {
 /* Compares finished options with a backend's limits. Returns -1 with the option, its value and the limit.
  * mt_model_create calls it before it allocates anything. */
 int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
+
+/* Fails, and names the field, if a size or factor that a model needs is 0 or less, as in options filled by hand;
+ * mt_model_create asks. `train`: the sizes of batches too. */
+int mt_options_check_sizes(const mt_options *options, bool train, mt_error *error);
 
 /* The plain C backend, which defines the result of each operation. It needs no set-up. */
 extern const mt_ops mt_cpu_ops;

@@ -11,6 +11,12 @@
 # shell suite prints "ok NAME", "not ok NAME" or "skipped: REASON" for each test; if it prints none of them, its exit
 # status counts as one test (77: skipped). A suite that crashes, hangs, or exits with an error and no failed test counts
 # as one more failure.
+#
+# MT_ONLY: the tests with this name, or a pattern such as 'rope_*', alone; it is an error if no suite has one. A shell
+# suite runs just these first. Where one fails, they may need files of earlier tests, so the suite runs again up to
+# them, and that counts.
+#
+# DIR/NAME.seconds holds the name of a suite, and the seconds and processor seconds of its last whole run.
 set -u
 directory=$1
 shift
@@ -73,6 +79,37 @@ count() {
                print passed + 0, failed + 0, skipped + shell_skipped }' "$1"
 }
 
+# keep_chosen LOG: leaves the lines of shell tests that MT_ONLY chooses.
+keep_chosen() {
+    while IFS= read -r line; do
+        case $line in
+        'ok '* | 'not ok '*)
+            test_name=${line#not }
+            test_name=${test_name#ok }
+            # a pattern
+            # shellcheck disable=SC2254
+            case ${test_name%%[ :]*} in $MT_ONLY) ;; *) continue ;; esac
+            ;;
+        skipped:*) continue ;;
+        esac
+        printf '%s\n' "$line"
+    done <"$1" >"$1.chosen"
+    mv "$1.chosen" "$1"
+}
+
+# run_chosen PROGRAM LOG: runs the tests of a shell suite that MT_ONLY chooses.
+run_chosen() {
+    $limited "$1" </dev/null >"$2" 2>&1
+    status=$?
+    keep_chosen "$2"
+    [ $status != 0 ] || return 0
+    MT_BEFORE=1 $limited "$1" </dev/null >"$2" 2>&1
+    status=$?
+    keep_chosen "$2"
+    [ $status != 1 ] || grep -q '^not ok ' "$2" || ! grep -q '^ok ' "$2" || status=0 # only others failed
+    return $status
+}
+
 # run_suite NAME PROGRAM: prints its line, behind its log if a test failed, and writes the numbers to DIR/NAME.result.
 run_suite() {
     name=$1 program=$2 log=$directory/$(basename "$2").log passed=0 failed=0 skipped=0
@@ -98,7 +135,13 @@ run_suite() {
         fi
         run_ranks "$ranks" "$program" "$log"
         ;;
-    *.sh-*) $limited "$program" </dev/null >"$log" 2>&1 ;;
+    *.sh-*)
+        if [ -n "${MT_ONLY:-}" ]; then
+            run_chosen "$program" "$log"
+        else
+            $limited "$program" </dev/null >"$log" 2>&1
+        fi
+        ;;
     *) # one rank: without MPI, whose leaks need the slow unwinder to be recognised, the fast one is enough
         ASAN_OPTIONS=${ASAN_OPTIONS:-}:fast_unwind_on_malloc=1 $limited "$program" </dev/null >"$log" 2>&1
         ;;
@@ -110,6 +153,18 @@ run_suite() {
     # shellcheck disable=SC2046
     set -- $(count "$log")
     passed=$1 failed=$2 skipped=$3
+    if [ -n "${MT_ONLY:-}" ]; then
+        if [ "$passed$failed$skipped$status" = 0000 ]; then
+            echo "0 0 0" >"$directory/$name.result"
+            echo "- $name: no test is named $MT_ONLY"
+            return
+        fi
+    elif [ "$status" = 0 ]; then
+        times >"$log.times" # of this shell, and in the second line of the processes that it waited for
+        processor=$(awk 'NR == 2 { gsub(/[ms]/, " "); print int(60 * ($1 + $3) + $2 + $4 + 0.5) }' "$log.times")
+        rm -f "$log.times"
+        echo "$name $seconds $processor" >"$directory/$name.seconds"
+    fi
     if [ $((passed + failed + skipped)) = 0 ]; then
         case $status in 0) passed=1 ;; 77) skipped=1 ;; esac
     fi
@@ -175,5 +230,12 @@ for name in $later; do "$0" "$directory" --one "$name"; done
 # A suite without a result, whose runner was killed, counts as failed.
 # shellcheck disable=SC2086
 for name in $together $later; do cat "$directory/$name.result" 2>/dev/null || echo 0 1 0; done |
-    awk -v failed=$unknown '{ passed += $1; failed += $2; skipped += $3 }
-        END { printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped; exit failed > 0 }'
+    awk -v failed=$unknown -v only="${MT_ONLY:-}" '{ passed += $1; failed += $2; skipped += $3 }
+        END {
+            if (only != "" && passed + failed + skipped == 0) {
+                print "error: no test of these suites is named " only >"/dev/stderr"
+                failed = 1
+            }
+            printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped
+            exit failed > 0
+        }'

@@ -16,10 +16,17 @@ tidy() {
     :
 }
 
-# check NAME COMMAND...: runs a test; if it fails, prints the output of its last program.
+# check NAME COMMAND...: runs a test; if it fails, prints the output of its last program. With MT_ONLY, a name or
+# pattern, only the tests that it chooses; with MT_BEFORE too those before them.
 check() {
     name=$1
     shift
+    # a pattern
+    # shellcheck disable=SC2254
+    case $name in
+    ${MT_ONLY:-*}) ;;
+    *) [ -n "${MT_BEFORE:-}" ] || return 0 ;;
+    esac
     if [ $# -gt 0 ] && "$@"; then
         echo "ok $name"
     else
@@ -28,6 +35,7 @@ check() {
         failed=1
     fi
     tidy
+    [ -z "${MT_BEFORE:-}" ] || [ "$name" != "$MT_ONLY" ] || exit $failed
 }
 
 # refused PATTERN PROGRAM ARGUMENTS...: the program must fail with one line on standard error, beside notes, that has

@@ -1,5 +1,6 @@
 /* test_bad_steps_mpi.c: bad steps on four ranks. Injects faults into the results of operations, and compares runs that
  * skip, rewind or rerun the step bit for bit with a run without the fault. */
+// Sections of megatron.c: §14
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/checkpoint/checkpoint_load.h"

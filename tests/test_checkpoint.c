@@ -1,4 +1,5 @@
 /* Checkpoints: load and save weights of every family, save without harm to older checkpoints, resume bit for bit. */
+// Sections of megatron.c: §12b §14 §12a
 #include "folder.h"
 #include "golden.h"
 #include "../data/base/safetensors.h"

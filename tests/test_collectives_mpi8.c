@@ -1,5 +1,6 @@
 /* Collectives and channels of the CPU backend through MPI, in groups of 1, 2, 3, 4 and 8 ranks: sums have the bits of a
  * sum in rank order on the host, and what only moves arrives where it should. Run by mpirun. */
+// Sections of megatron.c: §5
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "collectives.h"

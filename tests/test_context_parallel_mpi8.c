@@ -1,5 +1,6 @@
 /* test_context_parallel_mpi8.c: attention and training with context parallelism equal those of one rank, for every
  * communication type. Run by mpirun on a power of two of ranks; tests groups of every size up to the world's. */
+// Sections of megatron.c: §9h
 #include "context_parallel.h"
 
 #include "golden.h"

@@ -1,4 +1,5 @@
 /* test_data_parallel_mpi.c: data parallelism with every sharding strategy trains like one rank. Run by mpirun. */
+// Sections of megatron.c: §12 §12a §12b §13 §14 §5
 #include "../data/checkpoint/checkpoint_save.h"
 #include "../data/report/report.h"
 #include "golden.h"

@@ -21,6 +21,61 @@ trains_with_its_own_loss() {
             "$work/out"
 }
 
+# A mixer of the program's own: its gradients are right, queries and keys have none, and the model learns.
+trains_with_its_own_mixer() {
+    "$examples/average_layer" >"$work/out" 2>"$work/err" && says '^largest relative distance .*: ok$' "$work/out" &&
+        awk '/q_proj|k_proj/ && $3 != 0 { exit 1 }
+            /^average +step +1 / { first = $5 } /^average +step 60 / { last = $5 }
+            END { exit !(first > 3 && last != "" && last < 1) }' "$work/out"
+}
+
+# streams_alike VALUES OPTION VALUE...: whole tensors of four ranks are those of one, by name, shape and norm.
+streams_alike() {
+    values=$1
+    shift
+    "$examples/stream_tensors" $golden "$values" >"$work/one" 2>"$work/err" &&
+        [ "$(grep -c '^model\..*  norm [0-9]' "$work/one")" -gt 10 ] && on_ranks 4 "$examples/stream_tensors" $golden \
+        "$values" "$@" && awk 'FNR == NR { norm[$1] = $NF; shape[$1] = NF; names++; next }
+            { d = $NF - norm[$1]; if (d < 0) d = -d }
+            !($1 in norm) || shape[$1] != NF || d > 1e-4 * norm[$1] { print; bad = 1 }
+            END { exit bad || FNR != names }' "$work/one" "$work/out"
+}
+
+# make needs prints the files of an example, and these are enough: they alone are compiled in an empty folder. An object
+# serves all examples that have the files from which it was made.
+needs_are_enough() {
+    rm -rf "$work/objects" "$work/alone" && mkdir "$work/objects" || return 1
+    for example in notes/examples/*.c; do
+        needed=$(basename "$example" .c)
+        MAKEFLAGS='' make -s needs EXAMPLE="$needed" >"$work/needs" 2>"$work/err" &&
+            [ "$(wc -l <"$work/needs")" = 1 ] || return 1
+        rm -rf "$work/alone" && mkdir "$work/alone" && objects=''
+        # File names of the project have no spaces.
+        # shellcheck disable=SC2013
+        for file in $(cat "$work/needs"); do
+            mkdir -p "$work/alone/$(dirname "$file")" && cp "$file" "$work/alone/$file" || return 1
+        done
+        # shellcheck disable=SC2013
+        for file in $(tr ' ' '\n' <"$work/needs" | grep '\.c$'); do
+            object=$work/objects/$(echo "$file" | tr / -).o
+            objects="$objects $object"
+            if [ -e "$object" ]; then # its files, without the rule's target, must be among the example's
+                tr -d '\\\n' <"$object.d" | sed 's/^[^:]*://' | tr -s ' ' '\n' | grep . >"$work/made_of"
+                while read -r part; do [ -e "$work/alone/$part" ] || { echo "$needed: $part" && return 1; }; done \
+                    <"$work/made_of"
+                continue
+            fi
+            (cd "$work/alone" && ${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -O0 -I. -MMD -MF "$object.d" \
+                -c "$file" -o "$object") >"$work/out" 2>"$work/err" || return 1
+        done
+        case " $(cat "$work/needs") " in *' data/'*) json=-ljansson ;; *) json='' ;; esac
+        # shellcheck disable=SC2086
+        ${CC:-cc} $objects -o "$work/program" $json -pthread -lm >"$work/out" 2>"$work/err" || return 1
+    done
+    if MAKEFLAGS='' make -s needs EXAMPLE=nothing >"$work/out" 2>"$work/err"; then return 1; fi
+    says '^make needs EXAMPLE=name: of associative_memory .* train_from_arrays$' "$work/err"
+}
+
 # The tokens after the prompt are those of infer.
 generates() {
     "$examples/load_and_generate" $golden >"$work/out" 2>"$work/err" &&
@@ -72,6 +127,8 @@ climbs() {
 
 check train_from_arrays trains_from_arrays
 check focal_loss trains_with_its_own_loss
+check average_layer trains_with_its_own_mixer
+check needs_are_enough needs_are_enough
 check load_and_generate_tokens generates
 if [ -r "$story/config.json" ]; then
     check load_and_generate_text generates_text
@@ -90,6 +147,9 @@ fi
 check tensor_parallel_linear_on_1_rank linear 1
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check tensor_parallel_linear_on_2_ranks linear 2
+    check stream_weights_of_4_ranks streams_alike weights tensor_model_parallel_size 2 pipeline_model_parallel_size 2
+    check stream_gradients_of_4_ranks streams_alike gradients tensor_model_parallel_size 2 \
+        data_parallel_sharding_strategy optim_grads_params
 else
     echo "skipped: tensor_parallel_linear_on_2_ranks, MPI is absent"
 fi

@@ -1,5 +1,6 @@
 /* test_experts.c: the CPU's operations of mixtures of experts against Megatron's numbers, references in float64, finite
  * differences of the references, and direct implementations of the contracts. */
+// Sections of megatron.c: §3h §9f
 #include "../data/base/file.h"
 #include "../data/checkpoint/upcycle.h"
 #include "../data/report/profile.h"

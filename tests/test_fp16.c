@@ -1,5 +1,6 @@
 /* test_fp16.c: fp16 on one rank: its rounding, the scale of the loss beside Megatron-Core's, and
  * golden models. */
+// Sections of megatron.c: §14
 #include "golden.h"
 
 /* ---- rounding */

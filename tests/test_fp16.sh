@@ -1,6 +1,7 @@
 #!/bin/sh
 # fp16 by the programs: overflows are skipped and reported, runs are saved and resumed, folders are read and written,
 # all stages train.
+# Sections of megatron.c: §14
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -1,5 +1,6 @@
 /* test_fp16_mpi.c: fp16 on four ranks. Layouts train like one rank, and a gradient that overflows on one rank makes all
  * ranks skip the step. */
+// Sections of megatron.c: §12a §14
 #include "layouts.h"
 
 static const layout in_fp16[] = {

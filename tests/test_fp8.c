@@ -1,6 +1,7 @@
 /* test_fp8.c: linears in fp8 equal those of Transformer Engine: outputs, gradients, scales and histories of the largest
  * values, for every recipe and step of the folder in MT_FP8_GOLDEN. Operands that the operation before a linear stores
  * in fp8 give the bits of operands that the linear quantizes. On the CPU, and on the GPU where one answers. */
+// Sections of megatron.c: §7
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
 

@@ -1,6 +1,7 @@
 #!/bin/sh
 # The collectives of fp8 training, and the operations that quantize, counted in the trace of a step. On the CPU, and on
 # two GPUs where there are two.
+# Sections of megatron.c: §7 §12a
 set -u
 . tests/suite.sh
 needs_mpi

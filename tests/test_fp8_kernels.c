@@ -1,5 +1,6 @@
 /* test_fp8_kernels.c: the CPU's operations of fp8 against references in float64: codes and rounding by brute force,
  * quantization of all kinds of blocks, products of decoded operands, the steps of delayed scales. */
+// Sections of megatron.c: §3b
 #include "../megatron.h"
 
 #include <float.h>

@@ -1,5 +1,6 @@
 /* Generation: sampling compared with its definition, the key/value cache with full forwards, greedy continuations with
  * Hugging Face transformers. */
+// Sections of megatron.c: §15c §16 §1
 #include "../cuda/decode.h"
 #include "../data/tokens/prompts.h"
 #include "../data/tokens/response.h"

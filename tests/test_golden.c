@@ -1,5 +1,6 @@
 /* test_golden.c: tiny models of every family equal Hugging Face transformers in float64: logits, losses, every
  * gradient, ten training steps. */
+// Sections of megatron.c: §8 §9 §9a §9c §9d §9e §9f §9g §10 §10a §10c §17b §17c §18b §19b §15b
 #include "golden.h"
 #include "../data/base/safetensors.h"
 

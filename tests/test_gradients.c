@@ -1,4 +1,5 @@
 /* Gradients of whole models against central differences of the loss. */
+// Sections of megatron.c: §9 §9c §9d §9e §9f §9g §10 §10a §10c §17b §17c §18b §19b
 #include "data/options/option_table.h"
 #include "data/options/options.h"
 #include "data/checkpoint/run_options.h"

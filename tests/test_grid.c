@@ -1,4 +1,5 @@
 /* The rank grid: which ranks make a group, against coordinates counted out one by one and Megatron-LM's own example. */
+// Sections of megatron.c: §4
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/report/report.h"

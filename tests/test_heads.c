@@ -1,5 +1,6 @@
 /* test_heads.c: models with a value head equal Hugging Face transformers: values, gradients, folders read and written;
  * a language model's folder that gets one; and what is refused. */
+// Sections of megatron.c: §10a §15c
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
 #include "../data/options/option_table.h"

@@ -1,5 +1,6 @@
 #!/bin/sh
 # The infer program: golden continuations and scores, prompts, lines of text, and errors.
+# Sections of megatron.c: §16
 set -u
 . tests/suite.sh
 golden=tests/golden/hf

@@ -59,7 +59,8 @@ build() {
 
 shared_library_links() {
     build && LD_LIBRARY_PATH=$prefix/lib "$work/program" >"$work/out" 2>"$work/err" &&
-        LD_LIBRARY_PATH=$prefix/lib ldd "$work/program" | grep -q "$prefix/lib/libmegatron.so.2 "
+        LD_LIBRARY_PATH=$prefix/lib ldd "$work/program" |
+        grep -q "$prefix/lib/libmegatron.so.$(sed -n 's/^#define MT_VERSION_MAJOR *//p' megatron.h) "
 }
 
 examples_link() {

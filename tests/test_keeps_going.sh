@@ -1,5 +1,6 @@
 #!/bin/sh
 # Runs under mpirun: signals, time limits, bad steps, and restarts by launch.sh after losing ranks or hosts.
+# Sections of megatron.c: §14
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

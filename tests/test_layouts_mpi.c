@@ -1,5 +1,6 @@
 /* test_layouts_mpi.c: checkpoints on every layout. Any layout loads the checkpoint of any other, bit for bit, and
  * continues the run. Run by mpirun on four ranks. */
+// Sections of megatron.c: §6 §7 §7a §8 §9h §10c §11 §12 §15 §15b §5
 #include "golden.h"
 #include "new_folder.h"
 #include "../data/checkpoint/checkpoint_save.h"

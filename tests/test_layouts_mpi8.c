@@ -1,4 +1,5 @@
 /* test_layouts_mpi8.c: the layouts of tests/layouts.h on the CPU. Run by mpirun. */
+// Sections of megatron.c: §6 §7 §7a §9f §9h §10c §11 §12a §14 §15b
 #include "layouts.h"
 
 int main(int argc, char **argv) {

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Adapters by the programs: a run that stops and resumes, merging, generation, preferences against the base.
+# Sections of megatron.c: §7
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

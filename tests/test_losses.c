@@ -1,6 +1,7 @@
 /* Losses after pre-training against verl's numbers and TRL's formulas in float64 (tests/golden/losses/losses.json and
  * losses2.json, or the files that MT_LOSSES_GOLDEN and MT_LOSSES2_GOLDEN name); divergences and reward losses against
  * formulas written again here and finite differences. Every entry of the file is computed; an unknown one fails. */
+// Sections of megatron.c: §7b
 #include "../data/base/file.h"
 #include "../data/learn/advantages.h"
 #include "../data/learn/mismatch.h"

@@ -1,4 +1,5 @@
 /* test_memory_mpi.c: the memory plans of a machine's ranks are added up. Run by mpirun. */
+// Sections of megatron.c: §15a
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/checkpoint/run_options.h"

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Models that take turns: a generator, a reference and a teacher on layouts of their own compute what they do on the
 # trained model's, and parts that rest between phases change no bit.
+# Sections of megatron.c: §15a §15b
 set -u
 . tests/suite.sh
 needs_mpi

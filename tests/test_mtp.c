@@ -1,5 +1,6 @@
 /* test_mtp.c: multi-token prediction. Losses and gradients equal those of a reference model in double, written below
  * for one sequence and one module at a time; loading and saving folders with modules; errors. */
+// Sections of megatron.c: §10b
 #include "../data/options/option_rules.h"
 #include "../data/models/hf_config.h"
 #include "../data/checkpoint/checkpoint_save.h"

@@ -1,6 +1,7 @@
 /* test_optimizers.c: steps of SGD with momentum, of Lion and of Muon equal those of torch.optim.SGD and Muon (PyTorch
  * 2.15) and of emerging-optimizers 0.3.0 on three matrices (tests/golden/optimizers); a skipped step changes nothing.
  * On the CPU, and on the GPU where one answers. */
+// Sections of megatron.c: §3i §13
 #include "../data/base/safetensors.h"
 
 #include <math.h>

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Training with SGD, Lion and Muon: layouts of ranks agree with one rank, a resumed run equals one that was not stopped,
 # states take the memory that they need, and options that another optimizer has are refused.
+# Sections of megatron.c: §13
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1

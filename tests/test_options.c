@@ -1,4 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
+// Sections of megatron.c: §2 §8 §9a
 #include "../data/base/file.h"
 #include "../data/options/megatron_names.h"
 #include "../data/options/option_help.h"
@@ -3923,7 +3924,54 @@ static void plain_options_are_the_finished_defaults(void **state) {
     mt_options_free(&finished);
 }
 
+/* A size that is forgotten in options filled by hand is named; so is the first of options that are all 0. */
+static void a_forgotten_size_is_named(void **state) {
+    (void)state;
+    static const struct {
+        const char *name;
+        size_t field;
+        bool is_real;
+    } sizes[] = {{"num_layers", offsetof(mt_options, num_layers), false},
+                 {"hidden_size", offsetof(mt_options, hidden_size), false},
+                 {"num_attention_heads", offsetof(mt_options, num_attention_heads), false},
+                 {"kv_channels", offsetof(mt_options, kv_channels), false},
+                 {"ffn_hidden_size", offsetof(mt_options, ffn_hidden_size), false},
+                 {"vocab_size", offsetof(mt_options, vocab_size), false},
+                 {"padded_vocab_size", offsetof(mt_options, padded_vocab_size), false},
+                 {"tensor_model_parallel_size", offsetof(mt_options, tensor_model_parallel_size), false},
+                 {"pipeline_model_parallel_size", offsetof(mt_options, pipeline_model_parallel_size), false},
+                 {"context_parallel_size", offsetof(mt_options, context_parallel_size), false},
+                 {"expert_model_parallel_size", offsetof(mt_options, expert_model_parallel_size), false},
+                 {"data_parallel_size", offsetof(mt_options, data_parallel_size), false},
+                 {"global_batch_size", offsetof(mt_options, global_batch_size), false},
+                 {"norm_epsilon", offsetof(mt_options, norm_epsilon), true},
+                 {"logits_scaling", offsetof(mt_options, logits_scaling), true}};
+    mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 16, .train = true};
+    mt_model *model = NULL;
+    mt_error error;
+    char expected[160];
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        mt_options options = mt_options_plain(2, 32, 4, 64, 16);
+        if (sizes[i].is_real)
+            *(double *)(void *)((char *)&options + sizes[i].field) = 0;
+        else
+            *(int64_t *)(void *)((char *)&options + sizes[i].field) = 0;
+        assert_int_equal(mt_model_create(&model, &options, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
+        snprintf(expected, sizeof expected, "mt_options.%s is 0, and must be above 0: ", sizes[i].name);
+        if (strncmp(error.text, expected, strlen(expected)) != 0) fail_msg("%s: %s", sizes[i].name, error.text);
+    }
+    mt_options none = {0}, plain = mt_options_plain(2, 32, 0, 64, 16);
+    assert_int_equal(mt_model_create(&model, &none, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
+    assert_non_null(strstr(error.text, "mt_options.num_layers is 0"));
+    assert_int_equal(mt_model_create(&model, &plain, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), -1);
+    assert_non_null(strstr(error.text, "mt_options.num_attention_heads is 0"));
+    plain = mt_options_plain(2, 32, 4, 64, 16);
+    assert_int_equal(mt_model_create(&model, &plain, &mt_grid_of_one, &mt_cpu_ops, &plan, &error), 0);
+    mt_model_destroy(model);
+}
+
 static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(a_forgotten_size_is_named),
     cmocka_unit_test(defaults_are_those_of_megatron),
     cmocka_unit_test(command_line_sets_every_type),
     cmocka_unit_test(shape_is_derived_as_megatron_does),

@@ -1,6 +1,7 @@
 /* test_packing_mpi8.c: sequences of any length, several in a micro-batch and micro-batches of different lengths, train
  * on every layout as they do one by one on one rank, with every kind of loss: losses, gradient norms and loads of
  * experts. Padding changes none of these, nor what depends on the tokens of a micro-batch. */
+// Sections of megatron.c: §9h §10c
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"
 #include "../data/checkpoint/run_options.h"

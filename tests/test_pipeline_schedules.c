@@ -1,5 +1,6 @@
 /* Pipeline schedules: comparison with Megatron's tables; the lists of all ranks run together; time, layouts, pictures.
  */
+// Sections of megatron.c: §11 §11a §11b
 #include "../data/base/file.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"

@@ -144,6 +144,37 @@ checkpoints_of_megatron() {
         says '^saved iteration 2 to runs/goes-on' "$work/out"
 }
 
+# The commands in sentences: they begin with a program, and end with a backquote.
+a_schedule_is_drawn_without_a_run() {
+    tr '\n' ' ' <"$root/README.md" | grep -o '`\./train [^`]*--print-schedule`' | tr -d '`' >"$work/commands" &&
+        runs <"$work/commands" && says "^peak: .*Bubble: " "$work/out"
+}
+
+# "An error names the options and says what to change, in one line; names that cannot be used are listed together"
+errors_are_as_promised() {
+    refused '--hidden-size.*--num-attention-heads' "$train" --num-layers 1 --hidden-size 65 --num-attention-heads 4 \
+        --vocab-size 64 --seq-length 8 --mock-data --train-iters 1 --lr 1 || return 1
+    if "$train" --no-such-option 1 --nor-this-one 2 >"$work/out" 2>"$work/err" </dev/null; then return 1; fi
+    grep -q 'no-such-option' "$work/err" && grep -q 'nor-this-one' "$work/err" &&
+        [ "$(grep -c '^error: ' "$work/err")" = 1 ] || return 1
+    # "No option is accepted and ignored."
+    echo text >"$work/plain.txt"
+    refused '--json-keys' "$(dirname "$train")/data/preprocess" --input "$work/plain.txt" \
+        --output-prefix "$work/plain" --tokenizer-type ByteLevel --json-keys text || return 1
+    "$train" --help schedule >"$work/out" 2>"$work/err" && says '--print-schedule' "$work/out"
+}
+
+# Every program of the table is there, and `make needs` prints its files.
+examples_are_listed() {
+    grep -o '^| \[[a-z_]*\.cu*\](notes/examples/[a-z_]*\.cu*)' "$root/README.md" | sed 's/.*(\(.*\))/\1/' | sort \
+        >"$work/listed"
+    (cd "$root" && ls notes/examples/*.c notes/examples/*.cu) >"$work/there"
+    diff "$work/there" "$work/listed" >"$work/out" || return 1
+    words=$(grep -o 'make needs EXAMPLE=[a-z_]*' "$root/README.md" | head -n 1) && [ -n "$words" ] &&
+        (cd "$root" && MAKEFLAGS='' MAKELEVEL=0 $words) >"$work/out" 2>"$work/err" &&
+        says 'megatron.c megatron.h' "$work/out"
+}
+
 # The whole section, as it is written.
 coming_from_other_programs() {
     blocks README.md 'Coming from other programs' || return 1
@@ -153,9 +184,9 @@ coming_from_other_programs() {
     says '^saved iteration 3 to runs/tuned' "$work/out" && [ -e "$tree/runs/from-megatron/config.json" ]
 }
 
-for test in training_on_your_own_text every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks \
-    hugging_face_models a_yaml_file a_file_of_roll checkpoints_of_megatron \
-    coming_from_other_programs; do
+for test in a_schedule_is_drawn_without_a_run errors_are_as_promised examples_are_listed training_on_your_own_text \
+    every_question_of_the_demo_begins_a_conversation fine_tuning several_ranks hugging_face_models \
+    a_yaml_file a_file_of_roll checkpoints_of_megatron coming_from_other_programs; do
     check $test $test
 done
 exit $failed

@@ -1,4 +1,5 @@
 /* Replay: a forward that is done again before its backward changes nothing that a step reports or learns. */
+// Sections of megatron.c: §9b §9f §15c
 #include "golden.h"
 
 /* The model whose forward is replayed twice at the first operation of each backward; NULL: none. */

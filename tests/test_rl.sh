@@ -1,5 +1,6 @@
 #!/bin/sh
 # Reinforcement learning: it learns, every layout does the same, a resumed run goes on as if it had not stopped.
+# Sections of megatron.c: §7b §16
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1

@@ -671,7 +671,9 @@ every_policy_loss_runs() {
             *) unused actor_rollout_ref.actor.clip_ratio_c 'the policy loss' || return 1 ;;
             esac
             case $loss-$given in
-            gspo-?* | geo_mean-?* | sapo-?*) unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1 ;;
+            gspo-?* | geo_mean-?* | sapo-?*)
+                unused actor_rollout_ref.actor.loss_agg_mode 'the policy loss' || return 1
+                ;;
             esac
         done
     done

@@ -1,5 +1,6 @@
 /* test_roles_mpi8.c: several models on grids of their own over the same ranks, and weights that move between them in
  * memory. The reference is a model that loads the source's checkpoint. Run by mpirun on eight ranks. */
+// Sections of megatron.c: §4 §12b §15b
 #include "../data/base/watchdog.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"

@@ -1,5 +1,6 @@
 /* Samples for reinforcement learning between training steps, on four ranks in many layouts: tokens, log-probabilities
  * and the losses of the steps are those of one rank. Run by mpirun. */
+// Sections of megatron.c: §16 §10c
 #include "../data/tokens/prompts.h"
 #include "../data/options/option_table.h"
 #include "../data/options/options.h"

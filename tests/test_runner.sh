@@ -3,6 +3,7 @@
 # error.
 set -u
 runner=$PWD/tests/run_tests.sh
+suite_sh=$PWD/tests/suite.sh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work" || exit 1
@@ -53,6 +54,9 @@ S
 suite ranks_mpi <<'S'
 exit 1
 S
+suite silent_in_c <<'S'
+echo '[==========] Running 0 test(s).'
+S
 printf '#!/bin/sh\necho ok one\necho not ok two\necho skipped: three\n' >tests/test_shell.sh
 printf '#!/bin/sh\nexit 77\n' >tests/test_silent.sh
 chmod +x tests/*.sh
@@ -68,6 +72,46 @@ expect ranks_are_skipped_without_mpi 0 '0 passed, 0 failed, 1 skipped' ranks_mpi
 expect shell_suites_are_counted 1 '1 passed, 1 failed, 1 skipped' shell
 expect status_77_is_skipped 0 '0 passed, 0 failed, 1 skipped' silent
 expect an_unknown_suite_fails 1 '0 passed, 1 failed, 0 skipped' nothing
+
+# One test by its name: one that needs no other, one that needs the test before it, one that fails, and no test.
+cp "$suite_sh" tests/suite.sh
+cat >tests/test_chain.sh <<'S'
+#!/bin/sh
+. tests/suite.sh
+first() { touch "$work/file"; }
+second() { [ -e "$work/file" ]; }
+third() { touch "$OUT/third"; }
+check first first
+check second second
+check wrong false
+check third third
+exit $failed
+S
+chmod +x tests/test_chain.sh
+OUT=$work
+export OUT
+for only in first second third; do
+    MT_ONLY=$only && export MT_ONLY
+    expect "a_shell_test_runs_alone_$only" 0 '1 passed, 0 failed, 0 skipped' chain
+done
+rm -f third
+MT_ONLY=second
+expect later_tests_do_not_run 0 '1 passed, 0 failed, 0 skipped' chain
+if [ -e third ]; then echo 'not ok later_tests_are_left_out'; else echo 'ok later_tests_are_left_out'; fi
+MT_ONLY=wrong
+expect a_chosen_test_may_fail 1 '0 passed, 1 failed, 0 skipped' chain
+MT_ONLY='*ir*'
+expect a_pattern_chooses_several 0 '2 passed, 0 failed, 0 skipped' chain
+MT_ONLY=one
+expect lines_of_other_tests_do_not_count 0 '1 passed, 0 failed, 0 skipped' shell
+MT_ONLY=nothing
+expect an_unknown_test_fails 1 '0 passed, 1 failed, 0 skipped' chain silent_in_c
+unset MT_ONLY
+if grep -qx 'good [0-9]* [0-9]*' build/good.seconds && [ ! -e build/bad.seconds ]; then
+    echo 'ok whole_runs_are_timed'
+else
+    echo 'not ok whole_runs_are_timed'
+fi
 
 # With GPUs, a fake mpirun runs one process that passes a test for each rank.
 mkdir fake

@@ -1,6 +1,7 @@
 /* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules, compared with Megatron-LM's
  * results.
  */
+// Sections of megatron.c: §13
 #include "../data/base/file.h"
 #include "../data/options/option_reader.h"
 #include "../data/options/option_rules.h"

@@ -1,5 +1,6 @@
 /* test_sparse_attention.c: the indexer's choice against a sort, its loss and gradients against definitions in float64
  * and finite differences, and sparse attention over all keys against latent attention. */
+// Sections of megatron.c: §19 §19a §19b
 #include "data/options/option_table.h"
 #include "data/options/options.h"
 #include "data/checkpoint/run_options.h"

@@ -161,7 +161,7 @@ with_gpus() {
         cp data/scripts/probe.sh "$work/tree/data/scripts" || return 1
     shift
     # without the settings of the make that runs the suite
-    (PATH=$work/bin:$PATH && cd "$work/tree" && unset SANITIZE WITHOUT CC OPT &&
+    (PATH=$work/bin:$PATH && cd "$work/tree" && unset SANITIZE WITHOUT CC OPT DRAFT &&
         MAKEFLAGS='' MAKEOVERRIDES='' MAKELEVEL=0 make -n "$@" build/default/flags) >"$work/out" 2>&1
 }
 

@@ -1,5 +1,6 @@
 #!/bin/sh
 # The train program: golden losses, resuming, stopping early, metrics, YAML, traces, and errors.
+# Sections of megatron.c: §14 §15
 set -u
 . tests/suite.sh
 golden=tests/golden/hf

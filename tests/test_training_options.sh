@@ -1,5 +1,6 @@
 #!/bin/sh
 # Options of Megatron-LM's training scripts: each one's effect on steps, learning rates, reports or ranks.
+# Sections of megatron.c: §13 §14
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

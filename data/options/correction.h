@@ -11,7 +11,7 @@ extern "C" {
 
 /* A rule that leaves tokens, or whole sequences, out of training. With x = log(training / generator) of a token, its
  * divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - x - 1; that of a sequence is the sum, mean or maximum of its
- * counted tokens' divergences. What is kept has low <= divergence <= high. */
+ * counted tokens' divergences. A divergence from low to high is kept. */
 typedef struct mt_rejection {
     enum { MT_REJECT_TOKEN, MT_REJECT_SUM, MT_REJECT_MEAN, MT_REJECT_MAX } of;
     mt_kl_type type;  // MT_KL_K1, MT_KL_K2 or MT_KL_K3
