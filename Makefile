@@ -208,7 +208,7 @@ $(filter-out $(BIN)data/%,$(PROGRAMS)): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(filter $(BIN)data/%,$(PROGRAMS)): $(BIN)data/%: $(B)/data/datasets/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
-$(TEST_PROGRAMS): %: %.o $(B)/tests/only.o $(MORE_OBJECTS) $(B)/flags
+$(sort $(TEST_PROGRAMS) $(B)/tests/test_grid): %: %.o $(B)/tests/only.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
 $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)

@@ -17,7 +17,7 @@ book=$work/book
 is_made_of_all_chapters() {
     notes/book/book.sh "$book" >"$work/out" 2>"$work/err" && ! [ -s "$work/err" ] &&
         says "$book/index.html: [0-9]* pages; open it in a browser" "$work/out" || return 1
-    for page in notes/*.md notes/steps/*.md CHANGELOG.md; do
+    for page in notes/*.md notes/steps/*.md UPGRADING.md CHANGELOG.md; do
         page=$book/$(echo "${page%.md}.html" | sed 's|README.html$|index.html|')
         [ -s "$page" ] || { echo "$page is absent" && return 1; }
     done

@@ -181,7 +181,7 @@ coming_from_other_programs() {
     for program in Megatron-LM ROLL verl Trinity-RFT transformers; do
         block "^# $program: " | runs || return 1
     done
-    says '^saved iteration 3 to runs/tuned' "$work/out" && [ -e "$tree/runs/from-megatron/config.json" ]
+    says '^saved iteration 3 to runs/from-transformers' "$work/out" && [ -e "$tree/runs/from-megatron/config.json" ]
 }
 
 for test in a_schedule_is_drawn_without_a_run errors_are_as_promised examples_are_listed training_on_your_own_text \

@@ -4,6 +4,7 @@
 
 #include "../base/file.h"
 #include "../options/option_table.h"
+#include "megatron_written.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -264,99 +265,6 @@ static void mt_item_none(mt_pickler *p, const char *key) {
     mt_pickle_none(p);
 }
 
-/* When an argument of Megatron-LM has the value of the option. */
-typedef enum mt_arg_when {
-    MT_ARG_ALWAYS,
-    MT_ARG_UNLESS_0, // else None
-    MT_ARG_EXPERTS,  // with experts
-    MT_ARG_LATENT,   // with latent attention
-    MT_ARG_LINEAR,   // with layers of linear attention
-    MT_ARG_HYBRID,   // with layers that have one half
-} mt_arg_when;
-
-/* The arguments that have an option's value. */
-static const struct {
-    const char *key;
-    size_t offset;
-    mt_arg_when when;
-} mt_saved_args[] = {
-    {"num_layers", MT_AT(stack.num_layers), MT_ARG_ALWAYS},
-    {"hidden_size", MT_AT(stack.hidden_size), MT_ARG_ALWAYS},
-    {"ffn_hidden_size", MT_AT(stack.ffn_hidden_size), MT_ARG_ALWAYS},
-    {"num_attention_heads", MT_AT(stack.num_attention_heads), MT_ARG_ALWAYS},
-    {"num_query_groups", MT_AT(stack.num_query_groups), MT_ARG_ALWAYS},
-    {"kv_channels", MT_AT(stack.kv_channels), MT_ARG_ALWAYS},
-    {"seq_length", MT_AT(stack.seq_length), MT_ARG_ALWAYS},
-    {"max_position_embeddings", MT_AT(stack.max_position_embeddings), MT_ARG_ALWAYS},
-    {"position_embedding_type", MT_AT(stack.position_embedding_type), MT_ARG_ALWAYS},
-    {"rotary_base", MT_AT(stack.rotary_base), MT_ARG_ALWAYS},
-    {"rotary_percent", MT_AT(stack.rotary_percent), MT_ARG_ALWAYS},
-    {"add_bias_linear", MT_AT(add_bias_linear), MT_ARG_ALWAYS},
-    {"add_qkv_bias", MT_AT(stack.add_qkv_bias), MT_ARG_ALWAYS},
-    {"swiglu", MT_AT(stack.swiglu), MT_ARG_ALWAYS},
-    {"quick_geglu", MT_AT(stack.quick_geglu), MT_ARG_ALWAYS},
-    {"squared_relu", MT_AT(stack.squared_relu), MT_ARG_ALWAYS},
-    {"openai_gelu", MT_AT(stack.openai_gelu), MT_ARG_ALWAYS},
-    {"untie_embeddings_and_output_weights", MT_AT(stack.untie_embeddings_and_output_weights), MT_ARG_ALWAYS},
-    {"apply_layernorm_1p", MT_AT(stack.layernorm_zero_centered_gamma), MT_ARG_ALWAYS},
-    {"normalization", MT_AT(stack.normalization), MT_ARG_ALWAYS},
-    {"norm_epsilon", MT_AT(stack.norm_epsilon), MT_ARG_ALWAYS},
-    {"qk_layernorm", MT_AT(stack.qk_layernorm), MT_ARG_ALWAYS},
-    {"attention_dropout", MT_AT(stack.attention_dropout), MT_ARG_ALWAYS},
-    {"hidden_dropout", MT_AT(stack.hidden_dropout), MT_ARG_ALWAYS},
-    {"softmax_type", MT_AT(stack.softmax_type), MT_ARG_ALWAYS},
-    {"vocab_size", MT_AT(stack.vocab_size), MT_ARG_ALWAYS},
-    {"mtp_num_layers", MT_AT(stack.mtp_num_layers), MT_ARG_UNLESS_0},
-    {"mtp_use_repeated_layer", MT_AT(stack.mtp_use_repeated_layer), MT_ARG_ALWAYS},
-    {"num_experts", MT_AT(stack.num_experts), MT_ARG_UNLESS_0},
-    {"moe_ffn_hidden_size", MT_AT(stack.moe_ffn_hidden_size), MT_ARG_EXPERTS},
-    {"moe_router_topk", MT_AT(stack.moe_router_topk), MT_ARG_EXPERTS},
-    {"moe_router_num_groups", MT_AT(stack.moe_router_num_groups), MT_ARG_UNLESS_0},
-    {"moe_router_group_topk", MT_AT(stack.moe_router_group_topk), MT_ARG_UNLESS_0},
-    {"moe_router_pre_softmax", MT_AT(stack.moe_router_pre_softmax), MT_ARG_EXPERTS},
-    {"moe_router_score_function", MT_AT(stack.moe_router_score_function), MT_ARG_EXPERTS},
-    {"moe_router_enable_expert_bias", MT_AT(stack.moe_router_enable_expert_bias), MT_ARG_EXPERTS},
-    {"moe_router_topk_scaling_factor", MT_AT(stack.moe_router_topk_scaling_factor), MT_ARG_EXPERTS},
-    {"moe_shared_expert_intermediate_size", MT_AT(stack.moe_shared_expert_intermediate_size), MT_ARG_UNLESS_0},
-    {"moe_shared_expert_gate", MT_AT(stack.moe_shared_expert_gate), MT_ARG_EXPERTS},
-    {"moe_grouped_gemm", MT_AT(stack.moe_grouped_gemm), MT_ARG_EXPERTS},
-    {"moe_latent_size", MT_AT(stack.moe_latent_size), MT_ARG_UNLESS_0},
-    {"multi_latent_attention", MT_AT(stack.multi_latent_attention), MT_ARG_ALWAYS},
-    {"attention_output_gate", MT_AT(stack.attention_output_gate), MT_ARG_ALWAYS},
-    {"experimental_attention_variant", MT_AT(stack.experimental_attention_variant), MT_ARG_LINEAR},
-    {"linear_num_key_heads", MT_AT(stack.linear_num_key_heads), MT_ARG_LINEAR},
-    {"linear_num_value_heads", MT_AT(stack.linear_num_value_heads), MT_ARG_LINEAR},
-    {"linear_key_head_dim", MT_AT(stack.linear_key_head_dim), MT_ARG_LINEAR},
-    {"linear_value_head_dim", MT_AT(stack.linear_value_head_dim), MT_ARG_LINEAR},
-    {"linear_conv_kernel_dim", MT_AT(stack.linear_conv_kernel_dim), MT_ARG_LINEAR},
-    {"mamba_state_dim", MT_AT(stack.mamba_state_dim), MT_ARG_HYBRID},
-    {"mamba_head_dim", MT_AT(stack.mamba_head_dim), MT_ARG_HYBRID},
-    {"mamba_num_groups", MT_AT(stack.mamba_num_groups), MT_ARG_HYBRID},
-    {"mamba_num_heads", MT_AT(stack.mamba_num_heads), MT_ARG_HYBRID},
-    {"q_lora_rank", MT_AT(stack.q_lora_rank), MT_ARG_UNLESS_0},
-    {"kv_lora_rank", MT_AT(stack.kv_lora_rank), MT_ARG_LATENT},
-    {"qk_head_dim", MT_AT(stack.qk_head_dim), MT_ARG_LATENT},
-    {"qk_pos_emb_head_dim", MT_AT(stack.qk_pos_emb_head_dim), MT_ARG_LATENT},
-    {"v_head_dim", MT_AT(stack.v_head_dim), MT_ARG_LATENT},
-    {"global_batch_size", MT_AT(stack.global_batch_size), MT_ARG_ALWAYS},
-    {"micro_batch_size", MT_AT(stack.micro_batch_size), MT_ARG_ALWAYS},
-    {"train_iters", MT_AT(stack.train_iters), MT_ARG_UNLESS_0},
-    {"train_samples", MT_AT(stack.train_samples), MT_ARG_UNLESS_0},
-    {"bf16", MT_AT(stack.bf16), MT_ARG_ALWAYS},
-    {"fp16", MT_AT(stack.fp16), MT_ARG_ALWAYS},
-    {"no_save_optim", MT_AT(no_save_optim), MT_ARG_ALWAYS},
-    {"tensor_model_parallel_size", MT_AT(stack.tensor_model_parallel_size), MT_ARG_ALWAYS},
-    {"pipeline_model_parallel_size", MT_AT(stack.pipeline_model_parallel_size), MT_ARG_ALWAYS},
-    {"context_parallel_size", MT_AT(stack.context_parallel_size), MT_ARG_ALWAYS},
-    {"expert_model_parallel_size", MT_AT(stack.expert_model_parallel_size), MT_ARG_ALWAYS},
-};
-
-bool mt_dist_holds(size_t offset) {
-    for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++)
-        if (mt_saved_args[i].offset == offset) return true;
-    return false;
-}
-
 /* An option's value. */
 static void mt_arg_write(mt_pickler *p, const mt_run_options *o, const mt_option *row, mt_arg_when when) {
     bool is_number = row->type == MT_INT, is_none = when == MT_ARG_UNLESS_0 && is_number && *mt_option_int(o, row) == 0;
@@ -421,12 +329,12 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     const mt_options *s = &o->stack;
     bool experts = s->num_experts > 0;
     mt_object_begin(p, "argparse\nNamespace");
-    for (size_t i = 0; i < sizeof mt_saved_args / sizeof *mt_saved_args; i++) {
-        mt_arg_when when = mt_saved_args[i].when;
+    for (const mt_written_arg *arg = mt_written_args; arg->key; arg++) {
+        mt_arg_when when = arg->when;
         if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !s->multi_latent_attention)) continue;
         if ((when == MT_ARG_LINEAR && !s->linear_layers) || (when == MT_ARG_HYBRID && !s->hybrid_layers)) continue;
-        mt_pickle_text(p, mt_saved_args[i].key);
-        mt_arg_write(p, o, mt_option_of(mt_saved_args[i].offset), when);
+        mt_pickle_text(p, arg->key);
+        mt_arg_write(p, o, mt_option_of(arg->offset), when);
     }
     if (experts && !s->hybrid_layers) mt_arg_write_freq(p, o);
     if (s->hybrid_layers) mt_arg_write_pattern(p, s);

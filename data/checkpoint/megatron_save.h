@@ -25,9 +25,6 @@ void mt_dist_metadata_make(const mt_saved_set *set, bool states, mt_bytes *file)
 void mt_dist_common_make(const mt_run_options *options, const mt_grid *grid, const mt_run_state *state, bool states,
                          mt_dtype dtype, mt_bytes *file);
 
-/* True if the arguments in common.pt hold the option of this field as it is. */
-bool mt_dist_holds(size_t offset);
-
 #ifdef __cplusplus
 }
 #endif

@@ -4,7 +4,7 @@
 #include "megatron_tensors.h"
 
 #include "../options/option_table.h"
-#include "megatron_save.h"
+#include "megatron_written.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -325,6 +325,8 @@ bool mt_core_chunk_of(const mt_param *param, mt_param_state state, const mt_run_
 static const size_t mt_core_other_arguments[] = {
     MT_AT(group_query_attention),
     MT_AT(linear_attention_freq),
+    MT_AT(hybrid_override_pattern),
+    MT_AT(mtp_hybrid_override_pattern),
     MT_AT(moe_layer_freq),
     MT_AT(stack.moe_router_group_best),
     MT_AT(stack.softmax_scale),

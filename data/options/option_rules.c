@@ -5,7 +5,6 @@
 #include "option_rules.h"
 
 #include "correction.h"
-#include "option_table.h"
 #include "options.h"
 
 #include <ctype.h>
@@ -149,7 +148,8 @@ static int mt_options_derive_mtp(mt_run_options *run, bool generates, mt_error *
     if (generates) o->mtp_num_layers = 0;
     if (o->mtp_num_layers == 0) {
         o->mtp_use_repeated_layer = false;
-        mt_string_set(&o->mtp_hybrid_layers, NULL), mt_string_set(&run->mtp_hybrid_override_pattern, NULL);
+        free(o->mtp_hybrid_layers), free(run->mtp_hybrid_override_pattern);
+        o->mtp_hybrid_layers = run->mtp_hybrid_override_pattern = NULL;
     }
     if (o->mtp_num_layers == 0 || o->seq_length == 0 || o->seq_length > o->mtp_num_layers) return 0;
     return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
