@@ -43,7 +43,9 @@ linked() {
     linked notes/steps/README.md | sed "s|.*$tab|The path as a program${tab}notes/steps/|"
     printf 'The path as a program\tnotes/steps/autograd.md\n'
     grep -v '^The path' "$work/linked"
-    for page in notes/glossary.md notes/lab.md CONTRIBUTING.md UPGRADING.md CHANGELOG.md; do printf 'Reference\t%s\n' $page; done
+    for page in notes/glossary.md notes/lab.md CONTRIBUTING.md UPGRADING.md CHANGELOG.md; do
+        printf 'Reference\t%s\n' $page
+    done
 } | while IFS=$tab read -r group file; do
     page=$(echo "${file%.md}.html" | sed 's|README.html$|index.html|')
     printf '%s\t%s\t%s\t%s\n' "$group" "$file" "$page" "$(title "$file")"
