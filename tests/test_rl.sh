@@ -176,8 +176,12 @@ EOF
 # Generator and training agree here, so that bounds below 1 hold for all tokens.
 rollouts_are_corrected() {
     set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 1 --lr 1e-3 --pg-variant gpg
-    learn 1 "$work/plain" "$@" && series mismatch_kl "$work/plain" | awk '{ exit !($1 < 1e-4 && $1 > -1e-4) }' &&
-        series mismatch_perplexity_ratio "$work/plain" | awk '{ exit !($1 > 0.999 && $1 < 1.001) }' || return 1
+    learn 1 "$work/plain" "$@" || return 1
+    for number in mismatch_kl mismatch_k3 mismatch_chi2 mismatch_chi2_of_sequences; do
+        series $number "$work/plain" | awk '{ found = $1 < 1e-4 && $1 > -1e-4 } END { exit !found }' || return 1
+    done
+    series mismatch_perplexity_ratio "$work/plain" |
+        awk '{ found = $1 > 0.999 && $1 < 1.001 } END { exit !found }' || return 1
     for level in token sequence; do
         learn 1 "$work/half" "$@" --rollout-is $level --rollout-is-threshold 0.5 || return 1
         series rollout_weights_cut "$work/half" | grep -qx 1 || return 1
