@@ -131,10 +131,11 @@ the_dockerfile_is_sound() {
         END { if (continued) { print "the last line continues"; bad = 1 } exit bad }' $file >"$work/out"
 }
 
-# recipe NAME GPUS: the simulation of a recipe gives the memory and the time that its comment names.
+# recipe NAME GPUS [GPU]: the simulation of a recipe gives the memory and the time that its comment names.
 recipe() {
     comment=$(sed -n 's/^# *//p' "data/recipes/$1.yaml" | tr '\n' ' ')
-    "$train" --config "data/recipes/$1.yaml" --mock-data --explain --gpu h200 --gpus "$2" >"$work/out" 2>"$work/err" &&
+    "$train" --config "data/recipes/$1.yaml" --mock-data --explain --gpu "${3:-h200}" --gpus "$2" >"$work/out" \
+        2>"$work/err" &&
         figures=$(awk '$1 == "step" && !s { s = sprintf("%.1f", $2 / 1000) }
             $1 == "memory" && !g { sub(/.*libraries /, ""); g = sprintf("%.0f", $1) }
             END { print "a GPU needs " g " GiB, and a step takes " s " s" }' "$work/out") || return 1
@@ -143,7 +144,24 @@ recipe() {
 
 recipes_say_what_the_planner_finds() {
     recipe gpt-oss-20b-eight-h200 8 && recipe glm-4.5-air-64-h200 64 && recipe qwen3-next-80b-a3b-64-h200 64 &&
-        recipe qwen3-next-80b-a3b-lora-eight-h200 8 && recipe qwen3.5-35b-a3b-eight-h200 8
+        recipe qwen3-next-80b-a3b-lora-eight-h200 8 && recipe qwen3.5-35b-a3b-eight-h200 8 &&
+        recipe gpt2-124m-one-t4 1 t4 && recipe qwen3-8b-lora-24gb 1 rtx4090
+}
+
+# The small GPUs of data/machines: each has a time, which falls from card to card; a T4 has no bf16.
+small_gpus_are_planned() {
+    set -- "$train" --hf-config data/configs/gpt2-124m.json --mock-data --train-iters 1 --lr 1e-4 --seq-length 1024 \
+        --micro-batch-size 4 --global-batch-size 16 --explain --gpus 1
+    before=1e9
+    for gpu in rtx3060 t4 rtx3090 rtx4090 rtx5090 h200; do
+        "$@" --fp16 --gpu $gpu >"$work/out" 2>"$work/err" || return 1
+        time=$(awk '$1 == "step" { print $2; exit }' "$work/out")
+        awk -v time="$time" -v before="$before" 'BEGIN { exit !(time > 0 && time < before) }' || return 1
+        before=$time
+    done
+    "$@" --bf16 --gpu h200 >"$work/out" 2>"$work/err" || return 1
+    awk -v fp16="$before" '$1 == "step" { exit !($2 > 0.97 * fp16 && $2 <= fp16) }' "$work/out" || return 1
+    refused '--bf16 needs .* 8.0 or more; take --fp16' "$@" --bf16 --gpu t4
 }
 
 # planned SHAPE GPUS OPTION...: --plan finds a layout that has the options. A search without them takes minutes.
@@ -190,7 +208,7 @@ every_recipe_is_accepted() {
     done
 }
 
-for test in recipes_say_what_the_planner_finds shapes_of_recipes_are_planned_on_8_and_64_gpus \
+for test in recipes_say_what_the_planner_finds small_gpus_are_planned shapes_of_recipes_are_planned_on_8_and_64_gpus \
     a_mixer_without_gpu_kernels_is_not_planned every_recipe_is_accepted; do
     check $test $test
 done

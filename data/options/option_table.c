@@ -551,7 +551,9 @@ const mt_option mt_option_table[] = {
     {"gpus", MT_INT, MT_AT(gpus), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000]", "GPUs of --plan and --explain",
      .own = true},
     {"gpu", MT_STRING, MT_AT(gpu), MT_TRAIN, MT_OF_RUN, "h200", "NAME|FILE.json",
-     "kind of these GPUs: h100, h200, a100 or b200 (data/machines), or a file of the same form", .own = true},
+     "kind of these GPUs: h100, h200, a100, b200, t4, rtx3060, rtx3090, rtx4090 or rtx5090 (data/machines), or a file "
+     "of the same form",
+     .own = true},
     {"gpus-per-host", MT_INT, MT_AT(gpus_per_host), MT_TRAIN, MT_OF_RUN, "8", "[1,1024]",
      "those of them that NVLink connects", .own = true},
     {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,

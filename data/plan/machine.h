@@ -18,6 +18,7 @@ extern "C" {
       "more of it with several ranks, beside communicators")                                                           \
     X(communicator_gib, 0x1p30, 0, 10, false, 1, "memory_gib", "memory of a communicator of NCCL")                     \
     X(multiprocessors, 1, 1, 1000, true, 0, NULL, "multiprocessors: tiles of a product that run at once")              \
+    X(bf16, 1, 0, 1, true, 0, NULL, "1: the GPU has bf16; 0: the rates below are those of fp16")                       \
     X(bf16_peak_tflops, 1e12, 1, 1e5, false, 0, NULL, "data sheet's rate of dense products in bf16, for MFU")          \
     X(bf16_product_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                               \
       "rate of the inner loop of a large product in bf16")                                                             \

@@ -403,9 +403,10 @@ static void mt_product_grouped_linear_backward_weight(const mt_grouped_args *a, 
     call->shape[0] = E * a->N, call->shape[1] = a->K, call->shape[2] = a->M / E;
 }
 
-/* Operands of fp32 take about 8 times as long as in bf16, of TF32 twice. */
+/* Operands of fp32 take about 8 times as long as in bf16 or fp16, of TF32 twice. */
 static void mt_product_batched_product(const mt_product_args *a, mt_dtype dtype, mt_stream *stream) {
-    double slower = dtype == MT_BF16 ? 1 : a->tf32 ? 2 : 8, size = (double)mt_dtype_size(dtype) * (a->add ? 2 : 1);
+    double slower = a->tf32 ? 2 : 8, size = (double)mt_dtype_size(dtype) * (a->add ? 2 : 1);
+    if (mt_dtype_is_half(dtype)) slower = 1;
     double written = size * (double)(a->count * a->M * a->N);
     double seconds = mt_machine_product_seconds(mt_device_model.machine, a->count * a->M, a->N, a->K, written, false);
     mt_simulated_call *call = mt_sim_enqueue(MT_OPERATION_batched_product, mt_work_product(a->count * a->M, a->N, a->K),
@@ -505,6 +506,14 @@ static void mt_sim_phase_end(mt_stream *stream) {
     mt_device_model.phase = -1;
 }
 
+/* The limits of the kernels on such a machine. */
+static mt_limits mt_sim_limits(const mt_machine *machine) {
+    mt_limits limits = {0};
+    mt_cuda_set_limits(&limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
+    limits.no_bf16 = machine->bf16 == 0;
+    return limits;
+}
+
 /* The table. The operations of graphs, which no training step calls, are absent. */
 static const mt_ops *mt_sim_ops(const mt_machine *machine) {
 #define MT_SIM_ENTRY(name, ...) .name = mt_sim_##name,
@@ -512,7 +521,7 @@ static const mt_ops *mt_sim_ops(const mt_machine *machine) {
 #undef MT_SIM_ENTRY
     mt_ops *ops = &mt_device_model.ops;
     ops->name = "cuda", ops->on_device = ops->is_imagined = true;
-    mt_cuda_set_limits(&ops->limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
+    ops->limits = mt_sim_limits(machine);
     ops->linear_forward = mt_product_linear_forward, ops->linear_backward_input = mt_product_linear_backward_input;
     ops->linear_backward_weight = mt_product_linear_backward_weight;
     ops->linear_gelu_forward = mt_product_linear_gelu_forward;
@@ -898,7 +907,7 @@ static void mt_sim_count_messages(mt_simulated_message *messages, const mt_timel
 
 int mt_simulate_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
-        {!o->bf16, "a step is timed in bf16, or in fp8 beside it: take --bf16"},
+        {!o->bf16 && !o->fp16, "a step is timed in bf16 or fp16, or in fp8 beside it: take --bf16"},
         {o->stage > MT_STAGE_SFT, "only --stage pt and sft are timed"},
         {o->rerun_mode != MT_RERUN_DISABLED, "--rerun-mode is not timed; leave it out"},
         {o->attention_backend == MT_ATTENTION_UNFUSED, "--attention-backend unfused is not timed; leave it out"},
@@ -913,8 +922,7 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
 }
 
 int mt_simulate_check_device(const mt_options *o, const mt_machine *machine, mt_error *error) {
-    mt_limits limits = {0};
-    mt_cuda_set_limits(&limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
+    mt_limits limits = mt_sim_limits(machine);
     return mt_options_check_limits(o, &limits, error);
 }
 
