@@ -194,8 +194,10 @@ if [ "${1:-}" = --one ]; then # called below
     exit 0
 fi
 
-together='' later='' unknown=0
+together='' later='' unknown=0 seen=' '
 for suite in "$@"; do
+    case $seen in *" $suite "*) continue ;; esac # runs of one suite would share a log
+    seen="$seen$suite "
     found=no
     for name in "$suite" "$suite.sh"; do
         case $name in *.sh) file=tests/test_$name ;; *) file=tests/test_$name.c ;; esac

@@ -61,6 +61,7 @@ printf '#!/bin/sh\necho ok one\necho not ok two\necho skipped: three\n' >tests/t
 printf '#!/bin/sh\nexit 77\n' >tests/test_silent.sh
 chmod +x tests/*.sh
 
+expect a_suite_that_is_named_twice_runs_once 0 '2 passed, 0 failed, 1 skipped' good good
 expect passed_and_skipped_are_counted 0 '2 passed, 0 failed, 1 skipped' good
 expect failures_are_counted 1 '1 passed, 1 failed, 0 skipped' bad
 expect a_crash_fails 1 '1 passed, 1 failed, 0 skipped' crashing
