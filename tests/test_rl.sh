@@ -142,7 +142,8 @@ EOF
 }
 
 # Most with an estimator of their own. kl_cov selects all tokens here, and clip_cov draws from all: where covariances
-# are nearly equal, a layout's rounding would choose.
+# are nearly equal, a layout's rounding would choose. It does choose the sign of kl_cov's |log r| in a first step, whose
+# policy is the old one, so the weight of that is small.
 every_loss_does_the_same_on_layouts() {
     while read -r method; do
         set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --ppo-epochs 2 \
@@ -165,7 +166,7 @@ dppo_tv --adv-estimator opo --clip-ratio 0.01
 dppo_kl --adv-estimator gpg --clip-ratio 0.001 --clip-ratio-c 1.01
 dro --dro-beta 0.1 --adv-estimator grpo_passk
 kimi15
-kl_cov --kl-cov-ratio 1
+kl_cov --kl-cov-ratio 1 --ppo-kl-coef 1e-4
 clip_cov --clip-cov-ratio 0.2 --clip-cov-lb -100 --clip-cov-ub 100
 tis --tis-upper-bound 1.1
 topr --topr-positive-weight 2
