@@ -17699,7 +17699,7 @@ static void mt_select_as_torch(int32_t *selected, const float *scores, int64_t n
     for (int64_t i = first + 1; i < last; i++)
         for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) mt_scored_swap(x, j, j - 1);
     bool *is_selected = (bool *)(x + n);
-    memset(is_selected, 0, (size_t)n);
+    for (int64_t j = 0; j < n; j++) is_selected[j] = false;
     for (int64_t i = 0; i < k; i++) is_selected[x[i].key] = true;
     for (int64_t j = 0; j < n; j++)
         if (is_selected[j]) selected[count++] = (int32_t)j;
