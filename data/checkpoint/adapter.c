@@ -826,7 +826,6 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
         out,
         "warning: peft (0.21) drops a part of the adapters of MLPs of a family with experts, those of experts or the "
         "others, such as %s; this program loads them; for other programs merge them by infer --merge-adapter, or name "
-        "matrices of "
-        "attention alone by --lora-target\n",
+        "matrices of attention alone by --lora-target\n",
         module);
 }

@@ -114,8 +114,7 @@ static mt_plan_shape plan_shape_of(const mt_loader *loader) {
 static int data_ends(const mt_loader *loader, int64_t consumed, int64_t needed, mt_error *error) {
     return mt_error_set(error,
                         "the dataset ends after %lld samples; %lld are used and %lld more are needed; train on "
-                        "fewer samples or use "
-                        "--dataloader-type cyclic",
+                        "fewer samples or use --dataloader-type cyclic",
                         (long long)loader->dataset->num_samples, (long long)consumed, (long long)needed);
 }
 

@@ -371,8 +371,7 @@ const mt_option mt_option_table[] = {
     {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(stack.moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS,
      NULL, NULL,
      "add a bias to each expert's score (the sigmoid, or the softmax over all experts) and adjust it after each step "
-     "to "
-     "balance the loads",
+     "to balance the loads",
      .needs = "num-experts"},
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(stack.moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3",
      "[0,1e6]", "change of that bias per step", .needs = "moe-router-enable-expert-bias"},
@@ -450,8 +449,7 @@ const mt_option mt_option_table[] = {
     {"expert-tensor-parallel-size", MT_INT, MT_AT(stack.expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL,
      "[1,1048576]",
      "ranks that split each expert (default: --tensor-model-parallel-size, or 1 where experts or ranks do not divide "
-     "by "
-     "it)"},
+     "by it)"},
     {"sequence-parallel", MT_FLAG, MT_AT(stack.sequence_parallel), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "split the tokens of norms and dropout over the tensor-parallel ranks; with experts, the default",
      .needs = "any: tensor-model-parallel-size"},
@@ -534,8 +532,7 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"plan", MT_FLAG, MT_AT(plan), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "find the fastest layouts of this model on --gpus GPUs by simulation, print the ten best, and exit; layout "
-     "options "
-     "that are given are kept",
+     "options that are given are kept",
      .needs = "gpus", .excludes = "explain, print-schedule, print-config, print-launch", .own = true},
     {"explain", MT_FLAG, MT_AT(explain), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "print a simulated training step of this run, operation by operation, and exit; on --gpus GPUs, or on as many as "
@@ -713,8 +710,7 @@ const mt_option mt_option_table[] = {
     {"muon-scale-mode", MT_CHOICE, MT_AT(stack.muon.scale_mode), MT_TRAIN, MT_OF_RUN, "spectral",
      "spectral|unit_rms_norm|shape_scaling",
      "Muon's factor for a matrix of so many outputs and inputs: the root of the larger; of outputs / inputs; of the "
-     "same "
-     "but at least 1",
+     "same but at least 1",
      .needs = "optimizer muon"},
     {"muon-extra-scale-factor", MT_REAL, MT_AT(stack.muon.extra_scale_factor), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
      "Muon: a further factor; 0.2 gives updates about as large as AdamW's", .needs = "optimizer muon"},
@@ -971,8 +967,7 @@ const mt_option mt_option_table[] = {
      "prompts of an iteration", .needs = "stage rl", .own = true},
     {"reward", MT_CHOICE, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
-     "a "
-     "program writes; the value of a reward model",
+     "a program writes; the value of a reward model",
      .needs = "stage rl, regex: reward-pattern, command: reward-command, model: reward-load", .own = true},
     {"reward-pattern", MT_STRING, MT_AT(reward_pattern), MT_TRAIN, MT_OF_RUN, NULL, "PATTERN",
      "a pattern of PCRE2; its group \"answer\", if it has one, must be the answer", .needs = "reward regex",
@@ -1131,8 +1126,7 @@ const mt_option mt_option_table[] = {
     {"rollout-tensor-model-parallel-size", MT_INT, MT_AT(rollout_tensor_model_parallel_size), MT_TRAIN, MT_OF_RUN, NULL,
      "[1,1048576]",
      "generate with a copy of the actor's weights on this tensor-parallel size, pipeline size 1 and data-parallel "
-     "ranks "
-     "(default, and where that is the actor's layout: the actor itself)",
+     "ranks (default, and where that is the actor's layout: the actor itself)",
      .needs = "stage rl", .own = true},
     {"rollout-expert-model-parallel-size", MT_INT, MT_AT(rollout_expert_model_parallel_size), MT_TRAIN, MT_OF_RUN, "1",
      "[1,1048576]", "ranks that split the experts of that copy",

@@ -667,8 +667,7 @@ static const mt_role_key keys[] = {
     {"verl.optim", "optimizer_impl", MT_KEY_UNUSED, "FSDP"},
     {"verl.optim",
      "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_match_adamw_update_rms muon_momentum "
-     "muon_nesterov "
-     "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode",
+     "muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode",
      MT_KEY_UNUSED, "the optimizer muon, whose settings here are options of the command line"},
     {"verl.optim", "beta1", MT_KEY_OPTION, "adam-beta1"},
     {"verl.optim", "beta2", MT_KEY_OPTION, "adam-beta2"},
@@ -803,8 +802,7 @@ static const mt_role_key keys[] = {
      "_target_ use_shm reward_fn_key return_raw_input_ids return_raw_chat "
      "return_full_prompt "
      "return_multi_modal_inputs dataloader_num_workers image_patch_size image_key video_key audio_key "
-     "mm_processor_kwargs "
-     "filter_overlong_prompts "
+     "mm_processor_kwargs filter_overlong_prompts "
      "filter_overlong_prompts_workers trust_remote_code databuffer",
      MT_KEY_UNUSED, "verl's datasets"},
 
