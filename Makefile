@@ -11,6 +11,7 @@
 ## make needs EXAMPLE=focal_loss  print the files that an example needs, for a copy of its own
 ## make test-all      run all tests;  make test-slow: the rest alone
 ## make kernels       build notes/examples/kernels.cu, a softmax and a matrix product on a GPU in four steps each
+## make examples      build the programs that the commands of the chapters run: train, mini and notes/examples
 ## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini; and its steps
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
@@ -112,7 +113,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: test-all test-slow mini kernels has-mpicc has-nvcc has-pandoc
+.PHONY: test-all test-slow mini kernels examples has-mpicc has-nvcc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-fp8 needs times
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
@@ -397,6 +398,7 @@ needs:
 
 mini: $(MINI_PROGRAMS)
 kernels: $(KERNELS)
+examples: all $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(if $(ARCHS),$(KERNELS)) $(if $(MINI),$(MINI_PROGRAMS))
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done
