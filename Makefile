@@ -232,8 +232,8 @@ $(filter-out %/8,$(MINI_PROGRAMS)): $(B)/%: %.c | has-mpicc
 $(B)/notes/steps/8: $(B)/notes/mini
 	@mkdir -p $(@D); ln -sf ../mini $@
 # This one needs nvcc, and neither the library nor a GPU: where none answers, it is compiled for two.
-KERNELS_NVCC := $(if $(filter cuda,$(WITHOUT)),,\
-	$(or $(NVCC),$(shell command -v nvcc),$(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)))
+KERNELS_NVCC := $(if $(filter cuda,$(WITHOUT)),,$(strip $(or $(NVCC),$(shell command -v nvcc), \
+	$(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc))))
 KERNELS_ARCHS = $(patsubst 90,90a,$(or $(CUDA_ARCH),$(subst .,,$(sort \
 	$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*'))),80 90a))
 KERNELS_FLAGS = -std=c++17 -O3 -lineinfo \
