@@ -7916,7 +7916,8 @@ static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer 
     if (scale != 1) m->ops->scale_rows(view.v, scale, p->T, w->G * m->Dv, view.v_stride, m->dtype, p->stream);
 }
 
-/* out = attention(x[R, C]). */
+/* out = attention(x): x[R, C] -> qkv[T, (H + 2 G) D/tp] -> attended[T, H D/tp] -> out[R, C]. With sequence parallelism
+ * R is T/tp. */
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
@@ -8174,7 +8175,7 @@ static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, m
     mt_layer_linear_backward(m, p, w, a, &w->fc1, d->x_field, &fc1);
 }
 
-/* The MLP of a layer without experts. */
+/* The MLP of a layer without experts: x[R, C] -> [T, F/tp], or [T, 2 F/tp] with a gate, -> out[R, C]. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                            void *out) {
     mt_scaled_mlp_forward(m, p, w, a, x, NULL, out);
@@ -8916,7 +8917,7 @@ static void mt_alltoall_count(mt_model *m, const mt_pass *p, const mt_layer *w, 
     }
 }
 
-/* All-to-all of rows of `width` elements: dispatch, or with `back` combine. */
+/* All-to-all of rows of `width` elements: rows cut by token become rows cut by expert, or with `back` the reverse. */
 static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width,
                              mt_dtype dtype, bool back) {
     mt_experts *e = m->experts;
@@ -11885,7 +11886,8 @@ static void mt_bucket_scatter_sum(mt_model *m, const mt_bucket *b, void *sum, co
                            b->group, stream);
 }
 
-/* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
+/* Starts the all-gather of a bucket's parameters, param_shard[n/(dp cp)] -> [n], unless they are current or already on
+ * their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
@@ -12072,7 +12074,7 @@ static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const f
 }
 
 /* Starts the reduction of whole gradients over ranks: of a bucket, or of buckets first .. end - 1, which are neighbours
- * in memory. */
+ * in memory. grads[n]+dp+cp becomes grads[n] or, sharded, grad_shard[n/(dp cp)]. */
 static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[first];
