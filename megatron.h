@@ -2448,8 +2448,9 @@ int mt_options_check_sizes(const mt_options *options, bool train, mt_error *erro
 /* The plain C backend, which defines the result of each operation. It needs no set-up. */
 extern const mt_ops mt_cpu_ops;
 
-/* A line for the user if the OpenBLAS found takes kernels of a much older processor than this one; else NULL. */
-const char *mt_cpu_products_note(void);
+/* A line for the user on products of `dtype`: if the processor itself multiplies bf16, or if the OpenBLAS found takes
+ * kernels of a much older processor than this one; else NULL. */
+const char *mt_cpu_products_note(mt_dtype dtype);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
