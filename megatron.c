@@ -14106,9 +14106,10 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     bool latent = o->multi_latent_attention;
-    if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
     mt_delta_sizes delta = mt_delta_sizes_of(m);
     mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
+    bool has_dinput = latent || o->attention_output_gate || delta.by_channel;
+    if (has_dinput) out_width = mt_max(out_width, m->C);
     int64_t short_width = mt_short_channels(m), linear_out = mt_max(delta.Hv * delta.Dv, mamba.inner);
     int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
     out_width = mt_max(out_width, mt_max(linear_out, short_width));
