@@ -870,6 +870,11 @@ mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* True if a mixer attends to keys and values; others have states, or are none. */
+bool mt_mixer_attends(mt_mixer_kind mixer);
+/* Multiplications per token of a layer's mixer in a forward, over sequences of --seq-length, as Megatron counts them.
+ */
+double mt_mixer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
@@ -2436,6 +2441,9 @@ typedef struct mt_ops {
     mt_phase_begin_fn *phase_begin; // both NULL unless a profile records the step (data/report/profile.h)
     mt_phase_end_fn *phase_end;
 } mt_ops;
+
+/* The rules between options that the mixers of their layers have. Returns -1 with the first broken one. */
+int mt_mixers_check(const mt_options *options, mt_error *error);
 
 /* Compares finished options with a backend's limits. Returns -1 with the option, its value and the limit.
  * mt_model_create calls it before it allocates anything. */
