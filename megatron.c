@@ -5280,8 +5280,8 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
     const mt_ops *ops = tp->ops;
     ops->cross_entropy_forward(a, tp->dtype, tp->stream);
     if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
-        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
+        ops->all_gather(a->parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, a->parts, tp->group->size, tp->stream);
     }
     ops->cross_entropy_loss(a, tp->stream);
 }
@@ -5949,14 +5949,14 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
-    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* than attention */                                          \
+    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
     X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
     X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
     X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
     X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
     X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
-    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* but experts or nothing */             \
+    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* experts, or nothing */                \
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
@@ -6436,8 +6436,9 @@ static const struct {
  * projection, the last one ends with the norm. */
 static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
-    bool of_feed_forward =
-        row->field >= offsetof(mt_layer, mlp_norm) && row->field < offsetof(mt_layer, mtp_embedding_norm);
+    const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
+                            MT_HAS(ROUTER) | MT_HAS(ROUTER_BIAS) | MT_HAS(ROUTER_LINEAR_BIAS);
+    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
     bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
     return module * halves + (is_last ? halves - 1 : 0);
 }
@@ -6824,11 +6825,11 @@ typedef struct mt_layer_scratch {
     void *dout;      // [R, C] gradient of a block's output before the norm after it
     void *dnormed;   // [R, C] gradient of a norm's output
     union {
-        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv; other mixers: of their first linear
         void *dmlp_hidden; // [T, 2F] or [T, F]
     };
     union {
-        void *dattended;   // [T, H Dv]
+        void *dattended;   // [T, H Dv], or as wide as the mixer's last linear reads
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
@@ -6931,6 +6932,7 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
+    float *loss_parts;                     // [tensor ranks, 4, max_logits]: see mt_cross_entropy_args
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
     void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
     void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
@@ -7576,7 +7578,7 @@ static void mt_attend_backward(const mt_ops *ops, const mt_attention *call, mt_d
     mt_attend_sink_backward(ops, call, dtype, stream);
 }
 
-/* Values of attention between q, k, v and the output, of both mixers. */
+/* Values of attention between q, k, v and the output, of all mixers that attend. */
 static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens;
     MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
@@ -8668,10 +8670,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     }
 }
 
-/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its depths'
- * auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
+/* dlogits[R, E] += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its
+ * depths' auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
  * Megatron-Core 0.19 computes these. */
-static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r,
+                                 float *dlogits) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
     bool divides = w->number >= o->num_layers && o->mtp_use_repeated_layer && !o->hybrid_layers;
@@ -8682,7 +8685,7 @@ static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_l
         mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
-        a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
+        a.counts = sums + a.S * e->router.num_experts, a.dlogits = dlogits;
         a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * aux_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
@@ -8789,7 +8792,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    mt_aux_loss_backward(m, p, w, r);
+    mt_aux_loss_backward(m, p, w, r, e->dlogits);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -9244,12 +9247,14 @@ static const void *mt_experts_enter_forward(mt_model *m, const mt_pass *p, const
     return m->experts->latent;
 }
 
-/* dx[R, C] = the gradient of x through the latent tokens plus router_dx; without latent experts dx has it already. */
-static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x, void *dx) {
-    mt_linear_io in = {.x = x, .dy = m->experts->latent, .dx = dx};
+/* dx[R, C] = the gradient of x through the latent tokens, from dtokens[R, L], plus router_dx[R, C]; without latent
+ * experts dx has it already. */
+static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x,
+                                      const void *dtokens, const void *router_dx, void *dx) {
+    mt_linear_io in = {.x = x, .dy = dtokens, .dx = dx};
     if (!mt_has_latent_experts(m)) return;
     mt_linear_backward(mt_linears(p), &w->experts_in, &in, MT_BACKWARD_BOTH);
-    mt_add_to(m, p, dx, m->experts->router_dx);
+    mt_add_to(m, p, dx, router_dx);
 }
 
 /* out[R, C], which has the shared expert's output if there is one, from the sums of latent experts. */
@@ -9347,7 +9352,7 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
     d->combine(m, p, r, dinput, dtokens, base);
-    mt_experts_enter_backward(m, p, w, x, dx);
+    mt_experts_enter_backward(m, p, w, x, dtokens, router_dx, dx);
     return (mt_deferred){0};
 }
 
@@ -9357,7 +9362,7 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
  * the model has or not (--norm-placement). To add a kind: a section with its functions and its row, and its place in a
  * table here. */
 
-/* Of a layer without such a block. */
+/* A layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     (void)m, (void)s, (void)w;
 }
@@ -10564,7 +10569,7 @@ MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
                                                    const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
-    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
+    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats, a.parts = m->loss_parts;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
     a.loss_scale = m->loss_scale;
     if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
@@ -10890,9 +10895,8 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
- * and all add to the same gradients. Invariants: the host
- * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
- * use no modules. */
+ * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
+ * results do not depend on the layout; generation and evaluation use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
@@ -14130,7 +14134,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         m->tp.partial = mt_arena_alloc(arena, T * mt_widest_row(m) * size);
     }
     if (ranks > 1 && m->has_loss) {
-        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
+        m->loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
@@ -16913,17 +16917,17 @@ static void mt_kda_gates_forward(const mt_pass *p, const mt_layer *w, mt_activat
     mt_layer_linear_forward(p, a, &w->g_b, a->kda_g_a, a->kda_g);
 }
 
-/* Adds their gradient to the block's dx. The first products are never split: no slot could keep their dy, for x of the
- * second products lies where it would. */
+/* Adds the gradient through decays and gates, from ddecays and dgates, to the block's dx. The first products are never
+ * split: no slot could keep their dy, for x of the second products lies where it would. */
 static void mt_kda_gates_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                  const mt_block_gradients *block) {
+                                  const mt_block_gradients *block, const void *ddecays, const void *dgates) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_linear_io f_b = {.x = a->kda_f_a, .dy = s->ddecays, .dx = s->dlow};
+    mt_linear_io f_b = {.x = a->kda_f_a, .dy = ddecays, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->f_b, offsetof(mt_activations, kda_f_a), &f_b);
     mt_linear_io f_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->f_a, &f_a, MT_BACKWARD_BOTH);
     mt_add_to(m, p, block->dx, s->dinput);
-    mt_linear_io g_b = {.x = a->kda_g_a, .dy = s->dgates, .dx = s->dlow};
+    mt_linear_io g_b = {.x = a->kda_g_a, .dy = dgates, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->g_b, offsetof(mt_activations, kda_g_a), &g_b);
     mt_linear_io g_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->g_a, &g_a, MT_BACKWARD_BOTH);
@@ -16974,7 +16978,7 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
-    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block);
+    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block, s->ddecays, s->dgates);
     return out;
 }
 
@@ -18380,8 +18384,9 @@ static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch: gradients of the indexer's q, weights and keys, from its loss, which is counted. */
-static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+/* Gradients of the indexer's q, weights and keys of this rank's rows, from its loss, which is counted. */
+static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a, void *dq,
+                            void *dweights, void *dk) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     int64_t D = o->dsa_indexer_head_dim;
@@ -18390,7 +18395,7 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     mt_indexer_args loss = mt_indexer_call(m, p, a);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
     loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
-    loss.dq = s->dindexer_q, loss.dweights = s->dindexer_weights, loss.dk = s->dindexer_keys;
+    loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
     loss.width = target.width = loss.all_keys ? mt_min(p->T, m->plan.max_position) : loss.topk;
@@ -18402,27 +18407,28 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
         m->ops->all_reduce(s->shares, loss.block_rows * loss.width, MT_SUM, MT_F32, &m->grid->tensor, p->stream);
         m->ops->indexer_backward(&loss, m->dtype, p->stream);
     }
-    float *dk = s->dindexer_keys;
+    float *own = p->tp.sequence_parallel ? s->dindexer_own : s->dindexer_keys;
     if (p->tp.sequence_parallel)
-        m->ops->reduce_scatter(dk = s->dindexer_own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
-    m->ops->convert(s->dindexer_k, m->dtype, dk, MT_F32, p->rows * D, p->stream);
+        m->ops->reduce_scatter(own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
+    m->ops->convert(dk, m->dtype, own, MT_F32, p->rows * D, p->stream);
 }
 
 /* Gradients of the indexer's parameters. */
 static void mt_indexer_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                 const void *x) {
-    mt_layer_scratch *s = &m->scratch;
+    void *dq = m->scratch.dindexer_q, *dweights = m->scratch.dindexer_weights;
+    void *dk = m->scratch.dindexer_k, *dk_in = m->scratch.dindexer_k_in;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
-    mt_rope_args q_rope = mt_indexer_rope(m, p, w, s->dindexer_q, m->options->dsa_indexer_n_heads);
-    mt_rope_args k_rope = mt_indexer_rope(m, p, w, s->dindexer_k, 1);
-    mt_indexer_loss(m, p, w, a);
+    mt_rope_args q_rope = mt_indexer_rope(m, p, w, dq, m->options->dsa_indexer_n_heads);
+    mt_rope_args k_rope = mt_indexer_rope(m, p, w, dk, 1);
+    mt_indexer_loss(m, p, w, a, dq, dweights, dk);
     m->ops->rope_backward(&q_rope, m->dtype, p->stream);
     m->ops->rope_backward(&k_rope, m->dtype, p->stream);
-    norm.dy = s->dindexer_k, norm.dx = s->dindexer_k_in;
+    norm.dy = dk, norm.dx = dk_in;
     m->ops->layernorm_backward(&norm, m->dtype, p->stream);
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = s->dindexer_q});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = s->dindexer_k_in});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = s->dindexer_weights});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = dq});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = dk_in});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = dweights});
 }
 
 /* Without its loss the indexer has gradients of 0, which no product writes. */

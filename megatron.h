@@ -1999,6 +1999,7 @@ typedef struct mt_cross_entropy_args {
     float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
+    float *parts;                  // [ranks, 4, T] scratch of mt_vocab_cross_entropy_forward, with several ranks
 } mt_cross_entropy_args;
 
 /* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
@@ -2658,7 +2659,6 @@ typedef struct mt_tensor_parallel {
     int64_t first_part;  // elements before the parts, which are other ranks' parts of the sums of these rows
     int32_t *part_rows;  // [max_rows, group size] the rows of the parts that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
-    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2819,8 +2819,8 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. With several ranks
- * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. Its backward,
+ * cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
 /* ==== §7b losses after pre-training =============================================================================== */

@@ -715,9 +715,8 @@ static void entropies_of_a_cut_vocabulary_have_gradients(void **state) {
         for (int64_t i = 0; i < ENTROPY_STRIDE; i++)
             logits[t * ENTROPY_STRIDE + i] = i < count ? (float)whole[t * ENTROPY_V + first + i] : 1e9f;
     mt_tensor_parallel tp = {.ops = backend, .group = tensor, .dtype = MT_F32, .T = ENTROPY_T, .rows = ENTROPY_T};
-    tp.loss_parts = parts;
     mt_cross_entropy_args a = {.T = ENTROPY_T, .stride = ENTROPY_STRIDE, .first = first, .count = count};
-    a.logits = a.dlogits = logits, a.labels = labels, a.stats = stats;
+    a.logits = a.dlogits = logits, a.labels = labels, a.stats = stats, a.parts = parts;
     a.logp = logp, a.entropy = entropy, a.lse = lse, a.dlogp = dlogp, a.dentropy = dentropy;
     mt_vocab_cross_entropy_forward(&tp, &a);
     for (int t = 0; t < ENTROPY_T; t++) loss += dlogp[t] * logp[t] + dentropy[t] * entropy[t];
