@@ -2545,6 +2545,48 @@ static void mt_cpu_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_st
     }
 }
 
+static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
+                              mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *to = slice + C;
+        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
+        mt_row_store(x, t * stride, to, C, dtype);
+    }
+}
+
+static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
+                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
+        float *y = mt_row_open(y_scratch, a->y, block, dtype);
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
+        mt_row_close(a->y, block, y, n, dtype);
+    }
+}
+
+static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
+                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
+        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
+        for (int64_t i = 0; i < n; i++) {
+            float open = mt_sigmoid(z[i]);
+            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
+        }
+        mt_row_store(a->dz, block, dz, n, dtype);
+        mt_row_store(a->dx, block, dx, n, dtype);
+    }
+}
+
 static void mt_cpu_scatter_add_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_embedding_args sums = {a->T, a->width, 0, a->count, a->index, .dout = a->from, .dw = a->to};
     mt_cpu_embedding_backward(&sums, dtype, stream);
@@ -16610,18 +16652,6 @@ static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_ca
 
 /* ---- products */
 
-static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
-                              mt_stream *stream) {
-    mt_scratch scratch = mt_scratch_reserve(2 * C);
-#pragma omp parallel for if (T * C > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *to = slice + C;
-        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
-        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
-        mt_row_store(x, t * stride, to, C, dtype);
-    }
-}
-
 static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
@@ -16649,38 +16679,6 @@ static void mt_cpu_multiply_backward(const mt_multiply_args *a, mt_dtype dtype, 
         for (int64_t i = 0; i < C; i++) dx[i] = dy[i] * z[i], dz[i] = dy[i] * x[i];
         mt_row_close(a->dx, t * a->dx_stride, dx, C, dtype);
         mt_row_close(a->dz, t * a->dz_stride, dz, C, dtype);
-    }
-}
-
-/* ---- gates */
-
-static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
-                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
-        float *y = mt_row_open(y_scratch, a->y, block, dtype);
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
-        mt_row_close(a->y, block, y, n, dtype);
-    }
-}
-
-static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
-                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
-        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
-        for (int64_t i = 0; i < n; i++) {
-            float open = mt_sigmoid(z[i]);
-            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
-        }
-        mt_row_store(a->dz, block, dz, n, dtype);
-        mt_row_store(a->dx, block, dx, n, dtype);
     }
 }
 
