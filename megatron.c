@@ -7716,10 +7716,11 @@ double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others. */
-static float mt_attention_scale(const mt_options *o) {
+/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others; layers
+ * with the RoPE of a window have none of it. */
+static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
-    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -7731,7 +7732,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     mt_attention call = {.num_heads = m->H, .num_groups = w->G, .head_size = m->D, .value_size = m->Dv};
     call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
-    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
+    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options, w->kind.rope);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
@@ -7791,8 +7792,8 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
 
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
-    bool latent = mt_mixer_is_latent(w->kind.mixer); // without RoPE the angles of its table are 0
-    mt_layer_rope which = latent ? MT_ROPE_MODEL : w->kind.rope;
+    bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
+    mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
@@ -9681,7 +9682,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_layer_result result, mt_next_norm next) {
     mt_block blocks[2];
     int count = mt_layer_blocks(m, w, a, blocks);
-    mt_next_norm between = {.w = blocks[count - 1].before, .n = &a->mlp_norm};
+    mt_next_norm between = {.w = blocks[count - 1].before, .n = &blocks[count - 1].normed};
     if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
     mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
     mt_offload_store(m, p, w, a);
