@@ -506,13 +506,13 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     return 0;
 }
 
+static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
     bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
-    bool delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
-    bool mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -545,21 +545,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_delta && mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET),
-         "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take --device cpu"},
-        {delta && mt_exceeds(o->linear_key_head_dim, l->delta_channels),
-         "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
-         {o->linear_key_head_dim, l->delta_channels}},
-        {delta && mt_exceeds(o->linear_value_head_dim, l->delta_channels),
-         "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
-         "channels",
-         {o->linear_value_head_dim, l->delta_channels}},
-        {mamba && mt_exceeds(o->mamba_state_dim, l->ssd_rows),
-         "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
-         {o->mamba_state_dim, l->ssd_rows}},
-        {mamba && mt_exceeds(o->mamba_head_dim, l->ssd_columns),
-         "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
-         {o->mamba_head_dim, l->ssd_columns}},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->moe_router_quantile_bias,
@@ -567,14 +552,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->experimental_attention_variant == MT_VARIANT_DSA,
-         "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
          {E, l->sinkhorn_experts}},
     };
-    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_mixers_check_limits(o, l, error)) return -1;
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
@@ -2729,6 +2712,48 @@ static void mt_cpu_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_st
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) out[i] = factor * in[i];
         mt_row_close(x, block, out, count, dtype);
+    }
+}
+
+static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
+                              mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *to = slice + C;
+        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
+        mt_row_store(x, t * stride, to, C, dtype);
+    }
+}
+
+static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
+                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
+        float *y = mt_row_open(y_scratch, a->y, block, dtype);
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
+        mt_row_close(a->y, block, y, n, dtype);
+    }
+}
+
+static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
+                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
+        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
+        for (int64_t i = 0; i < n; i++) {
+            float open = mt_sigmoid(z[i]);
+            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
+        }
+        mt_row_store(a->dz, block, dz, n, dtype);
+        mt_row_store(a->dx, block, dx, n, dtype);
     }
 }
 
@@ -5467,8 +5492,8 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
     const mt_ops *ops = tp->ops;
     ops->cross_entropy_forward(a, tp->dtype, tp->stream);
     if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
-        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
+        ops->all_gather(a->parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, a->parts, tp->group->size, tp->stream);
     }
     ops->cross_entropy_loss(a, tp->stream);
 }
@@ -5976,10 +6001,6 @@ static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
     return mixer == MT_MIXER_LATENT_ATTENTION || mixer == MT_MIXER_SPARSE_ATTENTION;
 }
 
-static bool mt_mixer_attends(mt_mixer_kind mixer) {
-    return mixer == MT_MIXER_ATTENTION || mt_mixer_is_latent(mixer);
-}
-
 /* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
  * --dsa-indexer-topk-freq-th from the last of these on, as in Megatron. */
 static bool mt_shares_indices(const mt_options *o, int64_t layer) {
@@ -6140,14 +6161,14 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
-    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* than attention */                                          \
+    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
     X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
     X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
     X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
     X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
     X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
-    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* but experts or nothing */             \
+    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* experts, or nothing */                \
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
@@ -6627,8 +6648,9 @@ static const struct {
  * projection, the last one ends with the norm. */
 static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
-    bool of_feed_forward =
-        row->field >= offsetof(mt_layer, mlp_norm) && row->field < offsetof(mt_layer, mtp_embedding_norm);
+    const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
+                            MT_HAS(ROUTER) | MT_HAS(ROUTER_BIAS) | MT_HAS(ROUTER_LINEAR_BIAS);
+    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
     bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
     return module * halves + (is_last ? halves - 1 : 0);
 }
@@ -7015,11 +7037,11 @@ typedef struct mt_layer_scratch {
     void *dout;      // [R, C] gradient of a block's output before the norm after it
     void *dnormed;   // [R, C] gradient of a norm's output
     union {
-        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv; other mixers: of their first linear
         void *dmlp_hidden; // [T, 2F] or [T, F]
     };
     union {
-        void *dattended;   // [T, H Dv]
+        void *dattended;   // [T, H Dv], or as wide as the mixer's last linear reads
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
@@ -7122,6 +7144,7 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
+    float *loss_parts;                     // [tensor ranks, 4, max_logits]: see mt_cross_entropy_args
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
     void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
     void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
@@ -7242,7 +7265,7 @@ typedef struct mt_deferred {
     const void *x, *dy;
 } mt_deferred;
 
-enum { MT_MAX_DEFERRED = 8 };
+enum { MT_MAX_DEFERRED = 8, MT_MLP_X = 4 };
 
 /* The operands of the backward of a block of a layer, a mixer or a feed-forward: dx from dout and x. */
 typedef struct mt_block_gradients {
@@ -7298,7 +7321,7 @@ typedef struct mt_activations {
     void *experts_out;                     // [R, L] sums of latent experts' results
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
-    void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8
+    void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8: the mixer's, then from MT_MLP_X on those of the MLP
     void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
@@ -7435,6 +7458,22 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
+/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. */
+static void mt_layer_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, int index,
+                                         bool read_later) {
+    size_t field = offsetof(mt_activations, x_transposed) + (size_t)index * sizeof(void *);
+    mt_slot_add_transposed(m, list, x, l, field, read_later);
+}
+
+/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
+static size_t mt_mixer_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+}
+static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
+    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
+    return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
+}
+
 /* x^T that the forward of a linear saves in the struct at `base`, or NULL. */
 static void *mt_saved_x(const void *base, const mt_linear *l) {
     return l->fp8 && l->fp8->saved_x ? mt_slot_read(base, &(mt_slot){.field = l->fp8->saved_x}) : NULL;
@@ -7537,6 +7576,44 @@ static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
                                   &(mt_linear_io){.x = d->x, .x_transposed = mt_saved_x(a, d->linear), .dy = d->dy});
     a->num_deferred = 0;
 }
+
+/* ---- kinds of blocks: each has its functions and its row in a section, from §9d on; §9g runs them */
+
+/* Elements that a mixer needs on this rank: of a token in buffers that all layers share, and of a sequence's states. */
+typedef struct mt_mixer_widths {
+    int64_t in;                     // gradient of its first linear's output: dqkv
+    int64_t out;                    // gradient of its last linear's input, or a second one of its own: dattended
+    int64_t conv;                   // channels of its convolution: dconv
+    int64_t core;                   // gradient of the output of its rule or scan: ddelta
+    int64_t conv_state, rule_state; // of the convolution, of the rule or scan
+    int64_t rule_map;               // context parallelism: a map of such a state over a piece of a sequence
+    int64_t workspace_bytes;        // of the stream
+} mt_mixer_widths;
+
+/* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
+typedef struct mt_block_kind {
+    const char *name;
+    /* Adds the values that the forward saves for the backward. w NULL: of any layer of the model. */
+    void (*slots)(const mt_model *m, mt_slots *s, const mt_layer *w);
+    /* out NULL: only the values that the backward reads. */
+    void (*forward)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x, void *out);
+    /* Computes the values that --recompute-modules does not keep; NULL: none. */
+    void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
+    /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
+     * the block's input. */
+    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
+    bool may_leave_weight; // see mt_block_gradients
+    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
+    /* mixers only */
+    bool attends; // generation caches keys and values; false: states, where it has such
+    mt_mixer_widths (*widths)(const mt_model *m);
+    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
+    /* Multiplications per token of a forward: of its linears, and between them. */
+    double (*multiplications)(const mt_options *o, int64_t layer);
+    /* Rules between options, and limits of a backend: the first broken one is the error; NULL: it has none. */
+    int (*check)(const mt_options *o, mt_error *error);
+    int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error);
+} mt_block_kind;
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
@@ -7713,7 +7790,7 @@ static void mt_attend_backward(const mt_ops *ops, const mt_attention *call, mt_d
     mt_attend_sink_backward(ops, call, dtype, stream);
 }
 
-/* Values of attention between q, k, v and the output, of both mixers. */
+/* Values of attention between q, k, v and the output, of all mixers that attend. */
 static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens;
     MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
@@ -7732,79 +7809,9 @@ static int64_t mt_cache_slots(const mt_model_plan *plan) {
     return mt_max(plan->cache_sequences, plan->cache_rows / mt_cache_slot_rows(plan)) + 1;
 }
 
-/* The sizes of a gated delta net on this rank. */
-typedef struct mt_delta_sizes {
-    int64_t Hk, Hv, Dk, Dv; // heads and their channels
-    int64_t conv, in;       // channels of q, k and v; columns of delta_in
-    int64_t b;              // column of b in delta_in
-    bool by_channel;        // Kimi delta attention
-} mt_delta_sizes;
-
-static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
+/* indexed: an indexer reads x and the latent of queries too, also in the backward. */
+static void mt_latent_slots_of(const mt_model *m, mt_slots *s, const mt_layer *w, bool indexed) {
     const mt_options *o = m->options;
-    int64_t ranks = m->grid->tensor.size;
-    bool by_channel = mt_has_mixer(o, MT_MIXER_KDA);
-    if (!by_channel && !mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
-    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
-    z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
-    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.by_channel = by_channel;
-    z.b = by_channel ? z.conv : z.conv + z.Hv * z.Dv;
-    z.in = z.b + (by_channel ? 1 : 2) * z.Hv;
-    return z;
-}
-
-/* Channels of a gated short convolution on this rank; 0: the model has none. */
-static int64_t mt_short_channels(const mt_model *m) {
-    return m->options->experimental_attention_variant == MT_VARIANT_SHORT_CONV ? m->C / m->grid->tensor.size : 0;
-}
-
-/* The sizes of Mamba-2 on this rank. */
-typedef struct mt_mamba_sizes {
-    int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
-    int64_t inner;      // channels of x, and of z
-    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
-} mt_mamba_sizes;
-
-static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
-    const mt_options *o = m->options;
-    int64_t ranks = m->grid->tensor.size;
-    if (!mt_has_mixer(o, MT_MIXER_MAMBA2)) return (mt_mamba_sizes){0};
-    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
-    z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
-    z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
-    return z;
-}
-
-/* Elements of a layer's states in generation: of the delta rule or the scan, and of the short convolution. */
-typedef struct mt_state_sizes {
-    int64_t rule, conv;
-} mt_state_sizes;
-
-static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
-    mt_delta_sizes d = mt_delta_sizes_of(m);
-    mt_mamba_sizes y = mt_mamba_sizes_of(m);
-    int64_t channels = y.conv + d.conv + mt_short_channels(m);
-    return (mt_state_sizes){.rule = y.H * y.N * y.P + d.Hv * d.Dk * d.Dv,
-                            .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
-}
-
-/* Query rows whose targets of the indexer's loss are in memory at a time. */
-enum { MT_INDEXER_ROWS = 64 };
-
-/* Columns of mt_activations.selected: keys that a query attends to, at most. */
-static int64_t mt_selected_keys(const mt_model *m) {
-    return mt_min(m->options->dsa_indexer_topk, m->plan.max_position);
-}
-
-/* True if training computes the indexer's loss. */
-static bool mt_has_indexer_loss(const mt_model *m) {
-    return m->plan.train && mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION) &&
-           m->options->dsa_indexer_loss_coeff > 0;
-}
-
-static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    const mt_options *o = m->options;
-    (void)w;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
@@ -7816,11 +7823,28 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     if (o->qk_layernorm && o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     if (o->qk_layernorm) MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
     mt_core_attention_slots(m, s);
+    if (!w) return;
+    bool has_q_latent = o->q_lora_rank > 0; // else latent and q_b read the same x
+    bool normed = mt_norms_before(o), up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
+    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(m);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->latent, 0, !normed || !has_q_latent || indexed);
+    mt_layer_slot_add_transposed(m, s, q_x, &w->q_b, 1, !has_q_latent || up_again || indexed);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, 2, up_again);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
+}
+
+static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_latent_slots_of(m, s, w, false);
+}
+
+/* The field of mt_activations that the output linear reads. */
+static size_t mt_attention_out_x(const mt_model *m) {
+    return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
 }
 
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
-    (void)w;
+    bool has_gate = m->options->attention_output_gate, normed = mt_norms_before(m->options);
     mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
     if (mt_norms_heads(m->options)) {
@@ -7830,9 +7854,12 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
         MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
     mt_core_attention_slots(m, s);
-    if (!m->options->attention_output_gate) return;
-    MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
-    MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (has_gate) MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
+    if (has_gate) MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->qkv, 0, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->gate, 1, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_attention_out_x(m), &w->o, 3, true);
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -7859,10 +7886,11 @@ double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others. */
-static float mt_attention_scale(const mt_options *o) {
+/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others; layers
+ * with the RoPE of a window have none of it. */
+static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
-    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -7874,7 +7902,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     mt_attention call = {.num_heads = m->H, .num_groups = w->G, .head_size = m->D, .value_size = m->Dv};
     call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
-    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
+    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options, w->kind.rope);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
@@ -7934,8 +7962,8 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
 
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
-    bool latent = mt_mixer_is_latent(w->kind.mixer); // without RoPE the angles of its table are 0
-    mt_layer_rope which = latent ? MT_ROPE_MODEL : w->kind.rope;
+    bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
+    mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
@@ -8065,11 +8093,6 @@ static void mt_output_gate_backward(const mt_model *m, const mt_pass *p, const m
     m->ops->gate_backward(&gate, m->dtype, p->stream);
 }
 
-/* The field of mt_activations that the output linear reads. */
-static size_t mt_attention_out_x(const mt_model *m) {
-    return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
-}
-
 /* Queries, or their gradients, scaled by their position, where the model does so. */
 static void mt_scale_queries(const mt_model *m, const mt_pass *p, mt_qkv_view view) {
     mt_position_scale_args a = {.T = p->T, .width = m->H * m->D, .x = view.q, .x_stride = view.qk_stride};
@@ -8125,6 +8148,53 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     mt_add_to(m, p, d->dx, m->scratch.dinput);
     return out;
 }
+
+/* A second gradient of the input is that through the output gate. */
+static mt_mixer_widths mt_attention_widths(const mt_model *m) {
+    int64_t input = m->options->attention_output_gate ? m->C : 0;
+    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, input)};
+}
+
+static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
+    mt_layer_scratch *s = &m->scratch;
+    if (!m->plan.train) return;
+    if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+    if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
+}
+
+/* Mean number of keys that a query of a layer attends to: half of the sequence, as Megatron counts; with a window, its
+ * size, and fewer at the start. */
+static double mt_mean_keys(const mt_options *o, double window) {
+    double T = (double)o->seq_length;
+    return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
+}
+
+/* Of queries times keys and probabilities times values. */
+static double mt_core_attention_multiplications(const mt_options *o, double window) {
+    double values = (double)mt_value_channels(o);
+    return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mt_mean_keys(o, window);
+}
+
+static double mt_attention_multiplications(const mt_options *o, int64_t layer) {
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    double heads = (double)o->num_attention_heads, groups = (double)kind.groups, C = (double)o->hidden_size;
+    double D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
+    double linears = C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
+    return linears + mt_core_attention_multiplications(o, (double)kind.window);
+}
+
+static const mt_block_kind mt_attention_kind = {.name = "attention",
+                                                .slots = mt_attention_slots,
+                                                .forward = mt_attention_forward,
+                                                .backward = mt_attention_backward,
+                                                .may_leave_weight = true,
+                                                .last = offsetof(mt_layer, o),
+                                                .attends = true,
+                                                .widths = mt_attention_widths,
+                                                .scratch = mt_attention_scratch,
+                                                .multiplications = mt_attention_multiplications};
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
  * latent, a key/value latent, and the rope channels of the key, which all heads share. Up-projections map the latents
@@ -8269,6 +8339,48 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
     return out;
 }
 
+/* A second gradient of the input is that through q, where q has no latent. */
+static mt_mixer_widths mt_latent_widths(const mt_model *m) {
+    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
+}
+
+static void mt_latent_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    if (!m->plan.train) return;
+    s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+}
+
+/* Of the linears, including their norms, as Megatron counts them. */
+static double mt_latent_linear_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
+    return queries + keys + heads * values * C;
+}
+
+static double mt_latent_multiplications(const mt_options *o, int64_t layer) {
+    double window = (double)mt_layer_kind_of(o, layer).window;
+    return mt_latent_linear_multiplications(o) + mt_core_attention_multiplications(o, window);
+}
+
+static const mt_block_kind mt_latent_kind = {.name = "latent attention",
+                                             .slots = mt_latent_slots,
+                                             .forward = mt_latent_attention_forward,
+                                             .replay = mt_latent_attention_replay,
+                                             .backward = mt_latent_attention_backward,
+                                             .last = offsetof(mt_layer, o),
+                                             .attends = true,
+                                             .widths = mt_latent_widths,
+                                             .scratch = mt_latent_scratch,
+                                             .multiplications = mt_latent_multiplications};
+
 /* ==== §9e MLP ===================================================================================================== */
 
 /* Outputs of fc1 for a width F: gate and up, or up alone. */
@@ -8286,6 +8398,10 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
+    if (!w) return;
+    bool read_later = !mt_norms_before(m->options) || is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
+    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, MT_MLP_X, read_later);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, MT_MLP_X + 1, false);
 }
 
 /* a->y = activation(a->x), stored as `reader` reads its x. offsets: of experts' rows. */
@@ -8768,10 +8884,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     }
 }
 
-/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its depths'
- * auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
+/* dlogits[R, E] += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its
+ * depths' auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
  * Megatron-Core 0.19 computes these. */
-static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r,
+                                 float *dlogits) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
     bool divides = w->number >= o->num_layers && o->mtp_use_repeated_layer && !o->hybrid_layers;
@@ -8782,7 +8899,7 @@ static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_l
         mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
-        a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
+        a.counts = sums + a.S * e->router.num_experts, a.dlogits = dlogits;
         a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * aux_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
@@ -8889,7 +9006,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    mt_aux_loss_backward(m, p, w, r);
+    mt_aux_loss_backward(m, p, w, r, e->dlogits);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -9344,12 +9461,14 @@ static const void *mt_experts_enter_forward(mt_model *m, const mt_pass *p, const
     return m->experts->latent;
 }
 
-/* dx[R, C] = the gradient of x through the latent tokens plus router_dx; without latent experts dx has it already. */
-static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x, void *dx) {
-    mt_linear_io in = {.x = x, .dy = m->experts->latent, .dx = dx};
+/* dx[R, C] = the gradient of x through the latent tokens, from dtokens[R, L], plus router_dx[R, C]; without latent
+ * experts dx has it already. */
+static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x,
+                                      const void *dtokens, const void *router_dx, void *dx) {
+    mt_linear_io in = {.x = x, .dy = dtokens, .dx = dx};
     if (!mt_has_latent_experts(m)) return;
     mt_linear_backward(mt_linears(p), &w->experts_in, &in, MT_BACKWARD_BOTH);
-    mt_add_to(m, p, dx, m->experts->router_dx);
+    mt_add_to(m, p, dx, router_dx);
 }
 
 /* out[R, C], which has the shared expert's output if there is one, from the sums of latent experts. */
@@ -9447,89 +9566,117 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
     d->combine(m, p, r, dinput, dtokens, base);
-    mt_experts_enter_backward(m, p, w, x, dx);
+    mt_experts_enter_backward(m, p, w, x, dtokens, router_dx, dx);
     return (mt_deferred){0};
 }
 
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
  * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
- * the model has or not (--norm-placement). To add a kind: a section with its functions, and a row here. */
+ * the model has or not (--norm-placement). To add a kind: a section with its functions and its row, and its place in a
+ * table here. */
 
-/* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
-typedef struct mt_block_kind {
-    const char *name;
-    /* Adds the values that the forward saves for the backward. w NULL: of any layer of the model. */
-    void (*slots)(const mt_model *m, mt_slots *s, const mt_layer *w);
-    /* out NULL: only the values that the backward reads. */
-    void (*forward)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x, void *out);
-    /* Computes the values that --recompute-modules does not keep; NULL: none. */
-    void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
-    /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
-     * the block's input. */
-    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
-    bool may_leave_weight; // see mt_block_gradients
-    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
-} mt_block_kind;
-
-/* §17 */
-static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-/* §18 */
-static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-/* §19 */
-static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                              void *out);
-static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                      const mt_block_gradients *block);
-
-/* Of a layer without such a block. */
+/* A layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     (void)m, (void)s, (void)w;
 }
 
-static const mt_block_kind mt_mixer_kinds[] = {
-    [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
-                            offsetof(mt_layer, o)},
-    [MT_MIXER_LATENT_ATTENTION] = {"latent attention", mt_latent_slots, mt_latent_attention_forward,
-                                   mt_latent_attention_replay, mt_latent_attention_backward, false,
-                                   offsetof(mt_layer, o)},
-    [MT_MIXER_KDA] = {"Kimi delta attention", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
-                      offsetof(mt_layer, o)},
-    [MT_MIXER_GATED_DELTA_NET] = {"gated delta net", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
-                                  offsetof(mt_layer, o)},
-    [MT_MIXER_SHORT_CONV] = {"gated short convolution", mt_short_slots, mt_short_forward, NULL, mt_short_backward,
-                             false, offsetof(mt_layer, o)},
-    [MT_MIXER_MAMBA2] = {"Mamba-2", mt_mamba_slots, mt_mamba_forward, NULL, mt_mamba_backward, false,
-                         offsetof(mt_layer, o)},
-    [MT_MIXER_SPARSE_ATTENTION] = {"sparse attention", mt_sparse_slots, mt_sparse_forward, mt_latent_attention_replay,
-                                   mt_sparse_backward, false, offsetof(mt_layer, o)},
-    [MT_MIXER_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
+static double mt_no_multiplications(const mt_options *o, int64_t layer) {
+    (void)o, (void)layer;
+    return 0;
+}
+
+static const mt_block_kind mt_no_kind = {
+    .name = "none", .slots = mt_no_slots, .multiplications = mt_no_multiplications};
+
+/* Rows of §17, §18 and §19. */
+static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind;
+
+static const mt_block_kind *const mt_mixer_kinds[] = {
+    [MT_MIXER_ATTENTION] = &mt_attention_kind,
+    [MT_MIXER_LATENT_ATTENTION] = &mt_latent_kind,
+    [MT_MIXER_GATED_DELTA_NET] = &mt_delta_kind,
+    [MT_MIXER_SHORT_CONV] = &mt_short_kind,
+    [MT_MIXER_MAMBA2] = &mt_mamba_kind,
+    [MT_MIXER_KDA] = &mt_kda_kind,
+    [MT_MIXER_SPARSE_ATTENTION] = &mt_sparse_kind,
+    [MT_MIXER_NONE] = &mt_no_kind,
+};
+enum { MT_NUM_MIXERS = sizeof mt_mixer_kinds / sizeof *mt_mixer_kinds };
+
+static const mt_block_kind mt_mlp_kind = {.name = "MLP",
+                                          .slots = mt_mlp_slots,
+                                          .forward = mt_mlp_forward,
+                                          .replay = mt_mlp_replay,
+                                          .backward = mt_mlp_backward,
+                                          .last = offsetof(mt_layer, down)};
+
+static const mt_block_kind mt_experts_kind = {.name = "experts",
+                                              .slots = mt_experts_slots,
+                                              .forward = mt_experts_forward,
+                                              .replay = mt_experts_replay,
+                                              .backward = mt_experts_backward,
+                                              .last = offsetof(mt_layer, down)};
+
+static const mt_block_kind *const mt_feed_forward_kinds[] = {
+    [MT_FEED_FORWARD_DENSE] = &mt_mlp_kind,
+    [MT_FEED_FORWARD_EXPERTS] = &mt_experts_kind,
+    [MT_FEED_FORWARD_NONE] = &mt_no_kind,
 };
 
-static const mt_block_kind mt_feed_forward_kinds[] = {
-    [MT_FEED_FORWARD_DENSE] = {"MLP", mt_mlp_slots, mt_mlp_forward, mt_mlp_replay, mt_mlp_backward, false,
-                               offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_experts_slots, mt_experts_forward, mt_experts_replay,
-                                 mt_experts_backward, false, offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
-};
+bool mt_mixer_attends(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->attends;
+}
+
+double mt_mixer_multiplications(const mt_options *o, int64_t layer) {
+    return mt_mixer_kinds[mt_layer_kind_of(o, layer).mixer]->multiplications(o, layer);
+}
+
+int mt_mixers_check(const mt_options *o, mt_error *error) {
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        const mt_block_kind *kind = mt_mixer_kinds[mixer];
+        if (!kind->check || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
+        if (kind->check(o, error) != 0) return -1;
+    }
+    return 0;
+}
+
+/* The same with the limits of a backend. */
+static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        const mt_block_kind *kind = mt_mixer_kinds[mixer];
+        if (!kind->check_limits || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
+        if (kind->check_limits(o, l, error) != 0) return -1;
+    }
+    return 0;
+}
+
+/* True if a layer, or a module of multi-token prediction, has this mixer. */
+static bool mt_any_has_mixer(const mt_options *o, int mixer) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    for (int64_t layer = 0; layer < layers; layer++)
+        if ((int)mt_layer_kind_of(o, layer).mixer == mixer) return true;
+    return false;
+}
+
+/* The widths of a mixer, 0 if it has none; and the largest of the model's mixers. */
+static mt_mixer_widths mt_widths_of(const mt_model *m, int mixer) {
+    const mt_block_kind *kind = mt_mixer_kinds[mixer];
+    return kind->widths ? kind->widths(m) : (mt_mixer_widths){0};
+}
+static mt_mixer_widths mt_largest_widths(const mt_model *m) {
+    mt_mixer_widths most = {0};
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        if (!mt_any_has_mixer(m->options, mixer)) continue;
+        mt_mixer_widths z = mt_widths_of(m, mixer);
+        most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
+        most.conv = mt_max(most.conv, z.conv), most.core = mt_max(most.core, z.core);
+        most.conv_state = mt_max(most.conv_state, z.conv_state);
+        most.rule_state = mt_max(most.rule_state, z.rule_state), most.rule_map = mt_max(most.rule_map, z.rule_map);
+        most.workspace_bytes = mt_max(most.workspace_bytes, z.workspace_bytes);
+    }
+    return most;
+}
 
 /* A block of a layer: its kind, its parameters of norms, and the places of its values. */
 typedef struct mt_block {
@@ -9543,17 +9690,8 @@ typedef struct mt_block {
     int drop;                      // MT_DROP_*
 } mt_block;
 
-/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
-static size_t mt_mixer_x(const mt_model *m) {
-    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
-}
-static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
-    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
-    return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
-}
-
 static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    return (mt_block){.kind = &mt_mixer_kinds[w->kind.mixer],
+    return (mt_block){.kind = mt_mixer_kinds[w->kind.mixer],
                       .before = mt_norms_before(m->options) ? &w->input_norm : NULL,
                       .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
                       .input = a->input,
@@ -9565,7 +9703,7 @@ static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_ac
 }
 
 static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    return (mt_block){.kind = &mt_feed_forward_kinds[w->kind.feed_forward],
+    return (mt_block){.kind = mt_feed_forward_kinds[w->kind.feed_forward],
                       .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
                       .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
                       .input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle,
@@ -9598,29 +9736,6 @@ static const void *mt_block_x(const mt_block *b) {
 
 /* ---- slots */
 
-/* Slots of x^T of the linears in fp8. */
-static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
-    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
-    bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
-    size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
-    mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
-    mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
-    mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed || w->kind.mixer == MT_MIXER_KDA); // f_a, g_a read x
-    mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
-    mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
-    bool has_indexer = mt_has_indexer_loss(m) && w->indexer_q.N > 0; // reads x and the latent of queries
-    mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent || has_indexer);
-    if (has_q_latent) x = offsetof(mt_activations, q_latent);
-    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again || has_indexer);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
-    size_t attended = w->kind.mixer == MT_MIXER_ATTENTION ? mt_attention_out_x(m) : offsetof(mt_activations, attended);
-    mt_slot_add_transposed(m, s, attended, &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, to + 4 * step,
-                           !normed || w->expert_bucket >= 0 || mlp_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
-}
-
 /* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. Without a norm
  * after the mixer, a split backward keeps dy of the mixer's last linear here: the norm before has read the input by
  * then. */
@@ -9636,8 +9751,8 @@ static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, si
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_layer_kind layer = w ? w->kind : mt_layer_kind_of(m->options, 0);
-    const mt_block_kind *mixer = &mt_mixer_kinds[layer.mixer];
-    const mt_block_kind *feed_forward = &mt_feed_forward_kinds[layer.feed_forward];
+    const mt_block_kind *mixer = mt_mixer_kinds[layer.mixer];
+    const mt_block_kind *feed_forward = mt_feed_forward_kinds[layer.feed_forward];
     bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
     bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
     bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
@@ -9661,14 +9776,13 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     feed_forward->slots(m, s, w);
     for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
         mt_layer_kind other = mt_layer_kind_of(m->options, i);
-        mt_mixer_kinds[other.mixer].slots(m, s, w);
-        mt_feed_forward_kinds[other.feed_forward].slots(m, s, w);
+        mt_mixer_kinds[other.mixer]->slots(m, s, w);
+        mt_feed_forward_kinds[other.feed_forward]->slots(m, s, w);
     }
     if (after && has_mlp) {
         MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
         mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
     }
-    if (m->fp8 && w) mt_transposed_slots(m, s, w);
     mt_slots_place(m, s, w);
 }
 
@@ -9739,7 +9853,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_layer_result result, mt_next_norm next) {
     mt_block blocks[2];
     int count = mt_layer_blocks(m, w, a, blocks);
-    mt_next_norm between = {.w = blocks[count - 1].before, .n = &a->mlp_norm};
+    mt_next_norm between = {.w = blocks[count - 1].before, .n = &blocks[count - 1].normed};
     if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
     mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
     mt_offload_store(m, p, w, a);
@@ -9750,7 +9864,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options) &&
+    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
     bool at_once =
         below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
@@ -10669,7 +10783,7 @@ MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
                                                    const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
-    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
+    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats, a.parts = m->loss_parts;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
     a.loss_scale = m->loss_scale;
     if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
@@ -10995,9 +11109,8 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
- * and all add to the same gradients. Invariants: the host
- * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
- * use no modules. */
+ * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
+ * results do not depend on the layout; generation and evaluation use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
@@ -11692,9 +11805,9 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* Data parallelism: every rank of the data group computes its own micro-batches, then all ranks make the same update.
  * Per bucket: one all-reduce of the gradients; or a reduce-scatter of the gradients, an update of one shard per rank,
  * and an all-gather of the parameters. The second moves the same number of bytes, and each rank stores only a shard of
- * AdamW's state (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters between uses.
- * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
- * padding has zero gradients. */
+ * the optimizer's states (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters
+ * between uses. Invariants: ranks make the same calls in the same order; streams order all transfers, and the host
+ * never waits; padding has zero gradients. */
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
  * prefetched bucket), one for the larger matrices of the vocabulary. */
@@ -12444,10 +12557,10 @@ static void mt_plan_buckets(mt_model *m) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
-            mt_state_sizes z = mt_state_sizes_of(m);
-            int64_t states = mixer == MT_MIXER_NONE ? 0 : 2 * mt_cache_slots(&m->plan); // running, then kept
-            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv * 4);
+            mt_mixer_widths z = mt_widths_of(m, mixer);
+            int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
+            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -13195,7 +13308,7 @@ typedef struct mt_trainer {
     mt_bad_steps bad_steps;
     int64_t num_steps;  // enqueued steps; step i uses entry i % 2
     const char *fault;  // of mt_train_name_fault, for the steps that follow
-    int64_t updates;    // by AdamW, up to the last step that was checked
+    int64_t updates;    // by the optimizer, up to the last step that was checked
     int64_t reported;   // the number of updates that the caller's mt_run_state has from here; -1: it may have another
     bool is_warm[2][2]; // [adapters off][trains]: its kernels are loaded, those of gradients that accumulate too
     mt_pending_step pending[2];
@@ -14223,15 +14336,20 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
 }
 
+/* Channels of the widest rows that regions exchange: hidden states or latents. */
+static int64_t mt_widest_row(const mt_model *m) {
+    return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+}
+
 /* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
-        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        mt_plan_exchange(&m->tp, widest, arena), m->tp.partial = mt_arena_alloc(arena, T * widest * size);
+        mt_plan_exchange(&m->tp, mt_widest_row(m), arena);
+        m->tp.partial = mt_arena_alloc(arena, T * mt_widest_row(m) * size);
     }
     if (ranks > 1 && m->has_loss) {
-        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
+        m->loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
@@ -14249,41 +14367,14 @@ static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *are
     return carry;
 }
 
-/* Scratch of sparse attention, and the sums of its loss. */
-static void mt_plan_indexer(mt_model *m, mt_arena *arena) {
-    const mt_options *o = m->options;
-    mt_layer_scratch *s = &m->scratch;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
-    if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
-    if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
-    if (!mt_has_indexer_loss(m)) return;
-    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
-    s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
-    s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
-    s->dindexer_keys = mt_arena_alloc(arena, T * D * 4);
-    if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
-    s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
-    s->dindexer_k = mt_arena_alloc(arena, R * D * size);
-    s->dindexer_k_in = mt_arena_alloc(arena, R * D * size);
-    s->dindexer_weights = mt_arena_alloc(arena, R * H * size);
-}
-
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
-    bool latent = o->multi_latent_attention;
-    if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
-    mt_delta_sizes delta = mt_delta_sizes_of(m);
-    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
-    int64_t short_width = mt_short_channels(m), linear_out = mt_max(delta.Hv * delta.Dv, mamba.inner);
-    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
-    out_width = mt_max(out_width, mt_max(linear_out, short_width));
+    mt_mixer_widths z = mt_largest_widths(m);
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -14293,39 +14384,20 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), in_width) * size);
-        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
-        if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
-        if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), z.in) * size);
+        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, z.out) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
-        if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
-        s->dconv = mt_arena_alloc(arena, T * (delta.conv + mamba.conv + short_width) * size);
-        s->ddelta = mt_arena_alloc(arena, T * linear_out * size);
-        if (delta.by_channel) {
-            s->ddecays = mt_arena_alloc(arena, T * delta.Hv * delta.Dk * size);
-            s->dgates = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
-            s->dlow = mt_arena_alloc(arena, R * delta.Dv * size);
-        }
-        s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
+        s->dconv = mt_arena_alloc(arena, T * z.conv * size);
+        s->ddelta = mt_arena_alloc(arena, T * z.core * size);
     }
-    int64_t conv_width = mt_max(mt_max(delta.conv, mamba.conv), short_width); // a model has states of one kind
-    if (m->num_contexts > 0 && conv_width > 0)
-        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * conv_width, arena);
-    if (m->num_contexts > 0 && delta.conv + mamba.conv > 0) {
-        int64_t map = delta.Hv * delta.Dk * (delta.Dv + delta.Dk) + mamba.H * (mamba.N * mamba.P + 1);
-        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv + mamba.H * mamba.N * mamba.P, arena);
-        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * map * 4);
-        if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
+    if (m->num_contexts > 0 && z.conv > 0) s->conv_carry = mt_carry_plan(m, z.conv_state, arena);
+    if (m->num_contexts > 0 && z.rule_state > 0) {
+        s->rule_carry = mt_carry_plan(m, z.rule_state, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * z.rule_map * 4);
+        if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * z.rule_state * 4);
     }
-    if (latent) {
-        s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
-        s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
-    }
-    if (latent && m->plan.train) {
-        s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-        s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
-    }
-    if (mt_has_mixer(o, MT_MIXER_SPARSE_ATTENTION)) mt_plan_indexer(m, arena);
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++)
+        if (mt_mixer_kinds[mixer]->scratch && mt_any_has_mixer(o, mixer)) mt_mixer_kinds[mixer]->scratch(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -14336,22 +14408,10 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
 /* Buffers that all micro-batches share. */
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
-    mt_delta_sizes delta = mt_delta_sizes_of(m);
-    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
-    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
+    m->workspace_bytes = m->ops->workspace_bytes(T, mt_widest_row(m), m->H, mt_max(m->D, m->Dv));
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
-    if (delta.Hv > 0) {
-        const mt_delta_args sizes = {
-            .Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv, .decays = delta.by_channel ? delta.Dk : 1};
-        int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
-        m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
-    }
-    if (mamba.H > 0) {
-        const mt_ssd_args sizes = {.G = mamba.G, .H = mamba.H, .N = mamba.N, .P = mamba.P};
-        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->ssd_workspace_bytes(T, &sizes, m->plan.train));
-    }
+    m->workspace_bytes = mt_max(m->workspace_bytes, mt_largest_widths(m).workspace_bytes);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
@@ -14359,7 +14419,6 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->rope_tables[i].sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     }
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
-    if (mt_has_indexer_loss(m)) m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
@@ -15521,16 +15580,15 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
     int64_t slots = mt_cache_slots(&m->plan);
-    mt_state_sizes z = mt_state_sizes_of(m);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (mt_mixer_attends(mixer) || mixer == MT_MIXER_NONE) continue;
+        mt_mixer_widths z = mt_widths_of(m, m->layers[layer].kind.mixer);
         float *states[] = {m->rule_states[layer], m->conv_states[layer]};
-        int64_t elements[] = {z.rule, z.conv};
+        int64_t elements[] = {z.rule_state, z.conv_state};
         for (int i = 0; i < 2; i++)
-            m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
-                                states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i], elements[i] * 4,
-                                m->stream);
+            if (elements[i] > 0)
+                m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
+                                    states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i],
+                                    elements[i] * 4, m->stream);
     }
 }
 
@@ -16767,18 +16825,6 @@ static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_ca
 
 /* ---- products */
 
-static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
-                              mt_stream *stream) {
-    mt_scratch scratch = mt_scratch_reserve(2 * C);
-#pragma omp parallel for if (T * C > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *to = slice + C;
-        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
-        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
-        mt_row_store(x, t * stride, to, C, dtype);
-    }
-}
-
 static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
@@ -16806,38 +16852,6 @@ static void mt_cpu_multiply_backward(const mt_multiply_args *a, mt_dtype dtype, 
         for (int64_t i = 0; i < C; i++) dx[i] = dy[i] * z[i], dz[i] = dy[i] * x[i];
         mt_row_close(a->dx, t * a->dx_stride, dx, C, dtype);
         mt_row_close(a->dz, t * a->dz_stride, dz, C, dtype);
-    }
-}
-
-/* ---- gates */
-
-static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
-                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
-        float *y = mt_row_open(y_scratch, a->y, block, dtype);
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
-        mt_row_close(a->y, block, y, n, dtype);
-    }
-}
-
-static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
-                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
-        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
-        for (int64_t i = 0; i < n; i++) {
-            float open = mt_sigmoid(z[i]);
-            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
-        }
-        mt_row_store(a->dz, block, dz, n, dtype);
-        mt_row_store(a->dx, block, dx, n, dtype);
     }
 }
 
@@ -16945,10 +16959,29 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
  * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is as
  * much work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
 
+/* The sizes of a gated delta net on this rank. */
+typedef struct mt_delta_sizes {
+    int64_t Hk, Hv, Dk, Dv; // heads and their channels
+    int64_t conv, in;       // channels of q, k and v; columns of delta_in
+    int64_t b;              // column of b in delta_in
+    bool by_channel;        // Kimi delta attention
+} mt_delta_sizes;
+
+static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    bool by_channel = mt_has_mixer(o, MT_MIXER_KDA);
+    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
+    z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
+    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.by_channel = by_channel;
+    z.b = by_channel ? z.conv : z.conv + z.Hv * z.Dv;
+    z.in = z.b + (by_channel ? 1 : 2) * z.Hv;
+    return z;
+}
+
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     int64_t T = m->plan.max_tokens;
-    (void)w;
     if (z.by_channel) {
         MT_SLOT(s, kda_f_a, m->max_rows, z.Dv, m->dtype);
         MT_SLOT(s, kda_g_a, m->max_rows, z.Dv, m->dtype);
@@ -16960,6 +16993,10 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
     MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    bool read_later = !mt_norms_before(m->options) || z.by_channel; // by f_a and g_a
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->delta_in, 0, read_later);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
@@ -17051,17 +17088,17 @@ static void mt_kda_gates_forward(const mt_pass *p, const mt_layer *w, mt_activat
     mt_layer_linear_forward(p, a, &w->g_b, a->kda_g_a, a->kda_g);
 }
 
-/* Adds their gradient to the block's dx. The first products are never split: no slot could keep their dy, for x of the
- * second products lies where it would. */
+/* Adds the gradient through decays and gates, from ddecays and dgates, to the block's dx. The first products are never
+ * split: no slot could keep their dy, for x of the second products lies where it would. */
 static void mt_kda_gates_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                  const mt_block_gradients *block) {
+                                  const mt_block_gradients *block, const void *ddecays, const void *dgates) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_linear_io f_b = {.x = a->kda_f_a, .dy = s->ddecays, .dx = s->dlow};
+    mt_linear_io f_b = {.x = a->kda_f_a, .dy = ddecays, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->f_b, offsetof(mt_activations, kda_f_a), &f_b);
     mt_linear_io f_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->f_a, &f_a, MT_BACKWARD_BOTH);
     mt_add_to(m, p, block->dx, s->dinput);
-    mt_linear_io g_b = {.x = a->kda_g_a, .dy = s->dgates, .dx = s->dlow};
+    mt_linear_io g_b = {.x = a->kda_g_a, .dy = dgates, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->g_b, offsetof(mt_activations, kda_g_a), &g_b);
     mt_linear_io g_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->g_a, &g_a, MT_BACKWARD_BOTH);
@@ -17112,21 +17149,114 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
-    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block);
+    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block, s->ddecays, s->dgates);
     return out;
 }
+
+/* Kimi delta attention has second and third gradients of its input, through the gates. */
+static mt_mixer_widths mt_delta_widths(const mt_model *m) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_delta_args sizes = {.Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .decays = z.by_channel ? z.Dk : 1};
+    return (mt_mixer_widths){.in = z.in,
+                             .out = mt_max(z.Hv * z.Dv, z.by_channel ? m->C : 0),
+                             .conv = z.conv,
+                             .core = z.Hv * z.Dv,
+                             .conv_state = (m->options->linear_conv_kernel_dim - 1) * z.conv,
+                             .rule_state = z.Hv * z.Dk * z.Dv,
+                             .rule_map = z.Hv * z.Dk * (z.Dv + z.Dk),
+                             .workspace_bytes =
+                                 m->ops->delta_workspace_bytes(m->plan.max_tokens, &sizes, m->dtype, m->plan.train)};
+}
+
+static void mt_kda_scratch(mt_model *m, mt_arena *arena) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
+    if (!m->plan.train) return;
+    s->ddecays = mt_arena_alloc(arena, T * z.Hv * z.Dk * size);
+    s->dgates = mt_arena_alloc(arena, T * z.Hv * z.Dv * size);
+    s->dlow = mt_arena_alloc(arena, m->max_rows * z.Dv * size);
+}
+
+/* Between the linears: of the convolution, and of the rule's three products with the state. */
+static double mt_delta_rule_multiplications(const mt_options *o) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    return (2 * keys + values) * (double)o->linear_conv_kernel_dim + 3 * values * (double)o->linear_key_head_dim;
+}
+
+static double mt_delta_multiplications(const mt_options *o, int64_t layer) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim), C = (double)o->hidden_size;
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    (void)layer;
+    return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads) + mt_delta_rule_multiplications(o);
+}
+
+static double mt_kda_multiplications(const mt_options *o, int64_t layer) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim), C = (double)o->hidden_size;
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    double narrow = (2 * C + keys + values) * (double)o->linear_value_head_dim; // through the narrow middles
+    (void)layer;
+    return C * (2 * keys + 2 * values + (double)o->linear_num_value_heads) + narrow + mt_delta_rule_multiplications(o);
+}
+
+static int mt_kda_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const mt_constraint rules[] = {
+        {mt_exceeds(o->linear_key_head_dim, l->delta_channels),
+         "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
+         {o->linear_key_head_dim, l->delta_channels}},
+        {mt_exceeds(o->linear_value_head_dim, l->delta_channels),
+         "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
+         "channels",
+         {o->linear_value_head_dim, l->delta_channels}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static int mt_delta_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    if (l->no_delta)
+        return mt_error_set(error, "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take "
+                                   "--device cpu");
+    return mt_kda_check_limits(o, l, error);
+}
+
+static const mt_block_kind mt_delta_kind = {.name = "gated delta net",
+                                            .slots = mt_delta_slots,
+                                            .forward = mt_delta_forward,
+                                            .backward = mt_delta_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_delta_widths,
+                                            .multiplications = mt_delta_multiplications,
+                                            .check_limits = mt_delta_check_limits};
+
+static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
+                                          .slots = mt_delta_slots,
+                                          .forward = mt_delta_forward,
+                                          .backward = mt_delta_backward,
+                                          .last = offsetof(mt_layer, o),
+                                          .widths = mt_delta_widths,
+                                          .scratch = mt_kda_scratch,
+                                          .multiplications = mt_kda_multiplications,
+                                          .check_limits = mt_kda_check_limits};
 
 /* ==== §17c the gated short convolution ============================================================================ */
 /* LFM2's mixer: one product gives B, C and x of each channel; out = o(C conv(B x)). Tensor-parallel ranks share the
  * channels: each has the same share of B, C, x and the taps, and the output linear sums over the ranks. */
 
+/* Channels on this rank. */
+static int64_t mt_short_channels(const mt_model *m) {
+    return m->C / m->grid->tensor.size;
+}
+
 static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, width = mt_short_channels(m);
-    (void)w;
     MT_SLOT(s, short_in, T, 3 * width, m->dtype)->stash_of = offsetof(mt_layer, short_in);
     MT_SLOT(s, short_x, T, width, m->dtype);
     MT_SLOT(s, conv, T, width, m->dtype);
     MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->short_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share: of B x, of the convolution, and of the product with C. */
@@ -17193,6 +17323,32 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_layer_linear_backward(m, p, w, a, &w->short_in, block->x_field, &in);
     return out;
 }
+
+static mt_mixer_widths mt_short_widths(const mt_model *m) {
+    int64_t width = mt_short_channels(m), taps = m->options->linear_conv_kernel_dim;
+    return (mt_mixer_widths){.in = 3 * width, .out = width, .conv = width, .conv_state = (taps - 1) * width};
+}
+
+static void mt_short_scratch(mt_model *m, mt_arena *arena) {
+    int64_t bytes = m->plan.max_tokens * mt_short_channels(m) * mt_dtype_size(m->dtype);
+    if (m->plan.train) m->scratch.dshort_x = mt_arena_alloc(arena, bytes);
+}
+
+/* Between the linears: of the convolution, and the products with B and C. */
+static double mt_short_multiplications(const mt_options *o, int64_t layer) {
+    double C = (double)o->hidden_size;
+    (void)layer;
+    return 4 * C * C + (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2));
+}
+
+static const mt_block_kind mt_short_kind = {.name = "gated short convolution",
+                                            .slots = mt_short_slots,
+                                            .forward = mt_short_forward,
+                                            .backward = mt_short_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_short_widths,
+                                            .scratch = mt_short_scratch,
+                                            .multiplications = mt_short_multiplications};
 
 /* ==== §18 Mamba-2 ================================================================================================= */
 /* A mixer with a state of fixed size, as §17's, but without its rule of replacement (Dao & Gu, "Transformers are SSMs:
@@ -17609,15 +17765,33 @@ static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_sta
  * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
  * map of a head is its local state and one number, so it costs half of a forward. */
 
+/* The sizes of Mamba-2 on this rank. */
+typedef struct mt_mamba_sizes {
+    int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
+    int64_t inner;      // channels of x, and of z
+    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
+} mt_mamba_sizes;
+
+static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
+    z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
+    z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
+    return z;
+}
+
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
     int64_t T = m->plan.max_tokens;
-    (void)w;
     MT_SLOT(s, mamba_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mamba_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, mamba_out, T, z.inner, m->dtype);
     MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
     MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->mamba_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share. */
@@ -17719,6 +17893,49 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     return out;
 }
 
+static mt_mixer_widths mt_mamba_widths(const mt_model *m) {
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_ssd_args sizes = {.G = z.G, .H = z.H, .N = z.N, .P = z.P};
+    return (mt_mixer_widths){.in = z.in,
+                             .out = z.inner,
+                             .conv = z.conv,
+                             .core = z.inner,
+                             .conv_state = (m->options->linear_conv_kernel_dim - 1) * z.conv,
+                             .rule_state = z.H * z.N * z.P,
+                             .rule_map = z.H * (z.N * z.P + 1),
+                             .workspace_bytes = m->ops->ssd_workspace_bytes(m->plan.max_tokens, &sizes, m->plan.train)};
+}
+
+/* Between the linears: of the convolution, and the products of the state with x and C. */
+static double mt_mamba_multiplications(const mt_options *o, int64_t layer) {
+    double inner = (double)(o->mamba_num_heads * o->mamba_head_dim), N = (double)o->mamba_state_dim;
+    double groups = (double)o->mamba_num_groups, C = (double)o->hidden_size;
+    double linears = C * (3 * inner + 2 * (groups * N) + (double)o->mamba_num_heads);
+    (void)layer;
+    return linears + ((inner + 2 * groups * N) * (double)o->linear_conv_kernel_dim + 2 * inner * N);
+}
+
+static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const mt_constraint rules[] = {
+        {mt_exceeds(o->mamba_state_dim, l->ssd_rows),
+         "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
+         {o->mamba_state_dim, l->ssd_rows}},
+        {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
+         "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
+         {o->mamba_head_dim, l->ssd_columns}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
+                                            .slots = mt_mamba_slots,
+                                            .forward = mt_mamba_forward,
+                                            .backward = mt_mamba_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_mamba_widths,
+                                            .multiplications = mt_mamba_multiplications,
+                                            .check_limits = mt_mamba_check_limits};
+
 /* ==== §19 sparse attention ======================================================================================== */
 /* Latent attention in which each query attends to at most k keys (DeepSeek-AI, "DeepSeek-V3.2"). A small network, the
  * indexer, gives each pair of a query and a key a score: of few heads, narrow, with one key for all heads. Attention
@@ -17787,34 +18004,13 @@ static void mt_gather_keys(float *rows, const mt_key_list *keys, int64_t first, 
 
 /* ---- the choice of keys */
 
-/* The k-th greatest of x[n], which is reordered (Hoare, "Algorithm 65: find"). */
-static float mt_kth_greatest(float *x, int64_t n, int64_t k) {
-    for (int64_t low = 0, high = n - 1; low < high;) {
-        float pivot = x[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (x[i] > pivot) i++;
-            while (x[j] < pivot) j--;
-            if (i > j) break;
-            float other = x[i];
-            x[i++] = x[j], x[j--] = other;
-        }
-        if (k - 1 > j && k - 1 < i) break;
-        if (k - 1 <= j)
-            high = j;
-        else
-            low = i;
-    }
-    return x[k - 1];
-}
-
 /* selected[k] = numbers of the k greatest of scores[n], ascending, then -1; of equal scores the first. scratch: [n]. */
 static void mt_select_greatest(int32_t *selected, const float *scores, int64_t n, int64_t k, float *scratch) {
     float bound = -INFINITY;
     int64_t equal = k, count = 0; // equal: places for scores that are the bound
     if (n > k) {
         memcpy(scratch, scores, (size_t)n * sizeof *scores);
-        bound = mt_kth_greatest(scratch, n, k);
+        bound = mt_select(scratch, n, k - 1);
         for (int64_t j = 0; j < n; j++) equal -= scores[j] > bound;
     }
     for (int64_t j = 0; j < n; j++)
@@ -18240,10 +18436,24 @@ static void mt_cpu_sparse_attention_shares(const mt_sparse_attention *a, mt_dtyp
  * computed where its gradient is, in the backward. A layer that shares indices copies the choice of the layer before;
  * its copy is kept where its forward is computed again. */
 
+/* Query rows whose targets of the indexer's loss are in memory at a time. */
+enum { MT_INDEXER_ROWS = 64 };
+
+/* Columns of mt_activations.selected: keys that a query attends to, at most. */
+static int64_t mt_selected_keys(const mt_model *m) {
+    return mt_min(m->options->dsa_indexer_topk, m->plan.max_position);
+}
+
+/* True if training computes the indexer's loss. */
+static bool mt_has_indexer_loss(const mt_model *m) {
+    return m->plan.train && mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION) &&
+           m->options->dsa_indexer_loss_coeff > 0;
+}
+
 static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t R = m->max_rows, H = m->options->dsa_indexer_n_heads, D = m->options->dsa_indexer_head_dim;
     bool shares = w && w->kind.shares_indices, read_later = mt_has_indexer_loss(m);
-    mt_latent_slots(m, s, w);
+    mt_latent_slots_of(m, s, w, read_later && !shares);
     MT_SLOT(s, selected, m->plan.max_tokens, mt_selected_keys(m), MT_I32)->once = shares;
     if (shares) return;
     MT_SLOT(s, indexer_q, R, H * D, m->dtype)->passing = !read_later;
@@ -18348,8 +18558,9 @@ static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch: gradients of the indexer's q, weights and keys, from its loss, which is counted. */
-static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+/* Gradients of the indexer's q, weights and keys of this rank's rows, from its loss, which is counted. */
+static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a, void *dq,
+                            void *dweights, void *dk) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     int64_t D = o->dsa_indexer_head_dim;
@@ -18358,7 +18569,7 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     mt_indexer_args loss = mt_indexer_call(m, p, a);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
     loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
-    loss.dq = s->dindexer_q, loss.dweights = s->dindexer_weights, loss.dk = s->dindexer_keys;
+    loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
     loss.width = target.width = loss.all_keys ? mt_min(p->T, m->plan.max_position) : loss.topk;
@@ -18370,27 +18581,28 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
         m->ops->all_reduce(s->shares, loss.block_rows * loss.width, MT_SUM, MT_F32, &m->grid->tensor, p->stream);
         m->ops->indexer_backward(&loss, m->dtype, p->stream);
     }
-    float *dk = s->dindexer_keys;
+    float *own = p->tp.sequence_parallel ? s->dindexer_own : s->dindexer_keys;
     if (p->tp.sequence_parallel)
-        m->ops->reduce_scatter(dk = s->dindexer_own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
-    m->ops->convert(s->dindexer_k, m->dtype, dk, MT_F32, p->rows * D, p->stream);
+        m->ops->reduce_scatter(own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
+    m->ops->convert(dk, m->dtype, own, MT_F32, p->rows * D, p->stream);
 }
 
 /* Gradients of the indexer's parameters. */
 static void mt_indexer_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                 const void *x) {
-    mt_layer_scratch *s = &m->scratch;
+    void *dq = m->scratch.dindexer_q, *dweights = m->scratch.dindexer_weights;
+    void *dk = m->scratch.dindexer_k, *dk_in = m->scratch.dindexer_k_in;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
-    mt_rope_args q_rope = mt_indexer_rope(m, p, w, s->dindexer_q, m->options->dsa_indexer_n_heads);
-    mt_rope_args k_rope = mt_indexer_rope(m, p, w, s->dindexer_k, 1);
-    mt_indexer_loss(m, p, w, a);
+    mt_rope_args q_rope = mt_indexer_rope(m, p, w, dq, m->options->dsa_indexer_n_heads);
+    mt_rope_args k_rope = mt_indexer_rope(m, p, w, dk, 1);
+    mt_indexer_loss(m, p, w, a, dq, dweights, dk);
     m->ops->rope_backward(&q_rope, m->dtype, p->stream);
     m->ops->rope_backward(&k_rope, m->dtype, p->stream);
-    norm.dy = s->dindexer_k, norm.dx = s->dindexer_k_in;
+    norm.dy = dk, norm.dx = dk_in;
     m->ops->layernorm_backward(&norm, m->dtype, p->stream);
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = s->dindexer_q});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = s->dindexer_k_in});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = s->dindexer_weights});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = dq});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = dk_in});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = dweights});
 }
 
 /* Without its loss the indexer has gradients of 0, which no product writes. */
@@ -18422,3 +18634,79 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     mt_latent_qkv_backward(m, p, w, a, d, block);
     return out;
 }
+
+/* Of latent attention and the indexer; and the sums of its loss. */
+static void mt_sparse_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
+    mt_latent_scratch(m, arena);
+    if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
+    if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
+    if (!mt_has_indexer_loss(m)) return;
+    m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
+    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
+    s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->dindexer_keys = mt_arena_alloc(arena, T * D * 4);
+    if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
+    s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
+    s->dindexer_k = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_k_in = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_weights = mt_arena_alloc(arena, R * H * size);
+}
+
+/* Of a layer's indexer, without the gradients that it lacks if its loss is off, in units of a forward and a backward:
+ * its linears, and its scores of all keys that a query sees. */
+static double mt_indexer_multiplications(const mt_options *o, int64_t layer) {
+    double heads = (double)o->dsa_indexer_n_heads, D = (double)o->dsa_indexer_head_dim, C = (double)o->hidden_size;
+    double products = (double)o->q_lora_rank * heads * D + C * (D + heads),
+           scores = heads * D * (double)o->seq_length / 2;
+    if (mt_layer_kind_of(o, layer).shares_indices) return 0;
+    // The weights get gradients, their inputs none; the scores are computed in the forward, and for the loss again.
+    return o->dsa_indexer_loss_coeff > 0 ? products * 2 / 3 + scores : (products + scores) / 3;
+}
+
+/* A query attends to as many keys as with a window of that size. */
+static double mt_sparse_multiplications(const mt_options *o, int64_t layer) {
+    double linears = mt_latent_linear_multiplications(o) + mt_indexer_multiplications(o, layer);
+    return linears + mt_core_attention_multiplications(o, (double)o->dsa_indexer_topk);
+}
+
+static int mt_sparse_check(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
+         .message = "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, the latent "
+                    "that its indexer reads"},
+        {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
+         "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
+         {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
+        {o->context_parallel_size > 1,
+         "--experimental-attention-variant dsa does not run with --context-parallel-size %lld, whose ranks do not have "
+         "the keys that an indexer selects; take tensor, pipeline, data or expert parallelism",
+         {o->context_parallel_size}},
+        {.broken = o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
+         .message = "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static int mt_sparse_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    (void)o;
+    if (!l->no_plain) return 0;
+    return mt_error_set(error, "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu");
+}
+
+static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
+                                             .slots = mt_sparse_slots,
+                                             .forward = mt_sparse_forward,
+                                             .replay = mt_latent_attention_replay,
+                                             .backward = mt_sparse_backward,
+                                             .last = offsetof(mt_layer, o),
+                                             .attends = true,
+                                             .widths = mt_latent_widths,
+                                             .scratch = mt_sparse_scratch,
+                                             .multiplications = mt_sparse_multiplications,
+                                             .check = mt_sparse_check,
+                                             .check_limits = mt_sparse_check_limits};

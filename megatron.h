@@ -870,6 +870,11 @@ mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* True if a mixer attends to keys and values; others have states, or are none. */
+bool mt_mixer_attends(mt_mixer_kind mixer);
+/* Multiplications per token of a layer's mixer in a forward, over sequences of --seq-length, as Megatron counts them.
+ */
+double mt_mixer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
@@ -1994,6 +1999,7 @@ typedef struct mt_cross_entropy_args {
     float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
+    float *parts;                  // [ranks, 4, T] scratch of mt_vocab_cross_entropy_forward, with several ranks
 } mt_cross_entropy_args;
 
 /* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
@@ -2437,6 +2443,9 @@ typedef struct mt_ops {
     mt_phase_end_fn *phase_end;
 } mt_ops;
 
+/* The rules between options that the mixers of their layers have. Returns -1 with the first broken one. */
+int mt_mixers_check(const mt_options *options, mt_error *error);
+
 /* Compares finished options with a backend's limits. Returns -1 with the option, its value and the limit.
  * mt_model_create calls it before it allocates anything. */
 int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
@@ -2651,7 +2660,6 @@ typedef struct mt_tensor_parallel {
     int64_t first_part;  // elements before the parts, which are other ranks' parts of the sums of these rows
     int32_t *part_rows;  // [max_rows, group size] the rows of the parts that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
-    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2812,8 +2820,8 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from logits[T, V/tp]. With several ranks
- * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. Its backward,
+ * cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
 /* ==== §7b losses after pre-training =============================================================================== */

@@ -226,6 +226,29 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
 #define UNEVEN_EXPERTS                                                                                                 \
     " --num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff "
 
+/* The angles of layers that have windows: latent attention's too. */
+static void windows_have_angles_of_their_own(void **state) {
+    (void)state;
+    static const char *const kinds[] = {"", " --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+                                            "--qk-pos-emb-head-dim 8 --v-head-dim 8"};
+    static const char *const angles[] = {"--rotary-base 100", "--rotary-base 7 --window-rotary-base 100",
+                                         "--rotary-base 7"};
+    for (int kind = 0; kind < 2; kind++) {
+        double losses[3];
+        for (int i = 0; i < 3; i++) {
+            subject s;
+            char words[512];
+            snprintf(words, sizeof words, "--num-layers 2 --position-embedding-type rope --window-size 4 %s%s",
+                     angles[i], kinds[kind]);
+            subject_open(&s, words);
+            losses[i] = loss_at(&s, MT_NUM_ROLES, 0);
+            subject_close(&s);
+        }
+        assert_true(losses[0] == losses[1]);
+        assert_true(losses[0] != losses[2]);
+    }
+}
+
 /* With all three auxiliary losses, every gradient is that without any plus what each loss adds alone. */
 static void auxiliary_losses_add_their_gradients(void **state) {
     (void)state;
@@ -421,6 +444,7 @@ static void equal_experts_compute_the_mlp_that_each_of_them_is(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
+        cmocka_unit_test(windows_have_angles_of_their_own),
         cmocka_unit_test(auxiliary_losses_add_their_gradients),
         cmocka_unit_test(a_router_with_drawn_logits_gets_their_gradient),
         cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),

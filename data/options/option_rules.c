@@ -281,26 +281,6 @@ static int mt_options_check_latents(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-/* Sparse attention is a form of latent attention. */
-static int mt_options_check_sparse(const mt_options *o, mt_error *error) {
-    if (o->experimental_attention_variant != MT_VARIANT_DSA) return 0;
-    const mt_constraint rules[] = {
-        {!o->multi_latent_attention || o->q_lora_rank == 0,
-         "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, the latent that its "
-         "indexer reads"},
-        {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
-         "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
-         {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
-        {o->context_parallel_size > 1,
-         "--experimental-attention-variant dsa does not run with --context-parallel-size %lld, whose ranks do not have "
-         "the keys that an indexer selects; take tensor, pipeline, data or expert parallelism",
-         {o->context_parallel_size}},
-        {o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
-         "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
-    };
-    return MT_CHECK_CONSTRAINTS(rules, error);
-}
-
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
     if (!mt_balances_by(o, MT_BALANCING_SINKHORN)) return 0;
@@ -1205,7 +1185,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
     if (mt_options_check_latents(&o->stack, error)) return -1;
-    if (mt_options_check_sparse(&o->stack, error)) return -1;
+    if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&

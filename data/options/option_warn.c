@@ -105,8 +105,8 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     bool all_recomputed =
         o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
-    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION) ||
-                   mt_has_mixer(&o->stack, MT_MIXER_SPARSE_ATTENTION);
+    bool attends = false;
+    for (int64_t i = 0; i < o->stack.num_layers; i++) attends |= mt_mixer_attends(mt_layer_kind_of(&o->stack, i).mixer);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     bool single = one && o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size == 1;
