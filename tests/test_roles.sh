@@ -434,6 +434,11 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     # shellcheck disable=SC2086
     "$train" $small --seq-length 32 --mock-data --config "$work/flat.yaml" --print-config >"$work/out" 2>"$work/err" &&
         shows train-iters 7 && shows lr-warmup-fraction 0.25 || return 1
+    # max_steps overrides the epochs, whose default is 3.0
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 32 --mock-data --num_train_epochs 3.0 --max_steps 7 --print-config >"$work/out" \
+        2>"$work/err" && shows train-iters 7 && ! grep -q '^  train-epochs' "$work/out" &&
+        grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/err" || return 1
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
@@ -1233,6 +1238,25 @@ references_do_not_explode() {
         --role sft_train --print-config
 }
 
+# 48 stands nowhere in the file: a message names the option beside the key.
+a_sum_of_keys_is_named_by_its_option() {
+    printf '%s\n' 'data: {train_files: no.jsonl, max_prompt_length: 32, max_response_length: 16}' 'actor_rollout_ref:' \
+        '  actor: {optim: {lr: 1e-6}}' 'trainer: {total_training_steps: 1}' >"$work/sum.yaml"
+    refused 'seq-length (by .*sum.yaml:1: max_prompt_length) 48 is more than --max-position-embeddings 40' "$train" \
+        --config "$work/sum.yaml" --role actor_train --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
+        --vocab-size 257 --tokenizer-type ByteLevel --max-position-embeddings 40 --reward exact --chat-template plain
+}
+
+# Of roles there is nothing to choose from if a file has one; words of Hydra change its keys too.
+the_only_role_of_a_file_is_taken() {
+    printf '%s\n' 'seed: 7' 'sft_train: {training_args: {learning_rate: 0.5}}' 'sequence_length: 96' >"$work/only.yaml"
+    "$train" --config "$work/only.yaml" --print-config sft_train.training_args.learning_rate=0.25 >"$work/out" \
+        2>"$work/err" && grep -q 'only.yaml, role sft_train' "$work/out" &&
+        sets sft_train.training_args.learning_rate lr 0.25 && sets sequence_length seq-length 96 || return 1
+    echo 'actor_infer: {model_args: {}}' >>"$work/only.yaml"
+    refused 'has the roles sft_train, actor_infer; choose one' "$train" --config "$work/only.yaml"
+}
+
 roles_are_named() {
     refused 'has the roles sft_train, actor_infer, reference, critic, rewards.rule, rewards.model' "$train" --config \
         "$roles/roll.yaml" --role actor_train &&
@@ -1497,6 +1521,8 @@ check values_are_checked values_are_checked
 check values_of_other_kinds_do_no_harm values_of_other_kinds_do_no_harm
 check references_lead_somewhere references_lead_somewhere
 check references_do_not_explode references_do_not_explode
+check a_sum_of_keys_is_named_by_its_option a_sum_of_keys_is_named_by_its_option
+check the_only_role_of_a_file_is_taken the_only_role_of_a_file_is_taken
 check roles_are_named roles_are_named
 check a_short_run_keeps_the_learning_rates a_short_run_keeps_the_learning_rates
 check the_command_line_wins the_command_line_wins

@@ -559,7 +559,6 @@ static void mt_options_scale_latent_rope(mt_run_options *o) {
     if (o->stack.original_max_position_embeddings == 0) o->stack.original_max_position_embeddings = 4096;
 }
 
-/* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
 /* True if the option was set by another name of it. */
 static bool mt_options_set_by(const mt_run_options *o, const char *option, const char *name) {
     for (int64_t i = 0; i < o->typed_names.count; i += 2)
@@ -567,7 +566,11 @@ static bool mt_options_set_by(const mt_run_options *o, const char *option, const
     return false;
 }
 
+/* Values that Megatron-LM or transformers ignores as well have no effect; mt_options_warn notes them. */
 static void mt_options_drop_ignored(mt_run_options *o) {
+    bool by_steps = o->stack.train_iters > 0 && mt_options_set_by(o, "train-iters", "max-steps");
+    if (by_steps && o->train_epochs > 0 && mt_options_set_by(o, "train-epochs", "num-train-epochs"))
+        mt_option_reset(o, mt_option_of(MT_AT(train_epochs))), o->ignores_train_epochs = true;
     // of Megatron-LM, whose latent attention has RoPE with it too
     if (o->stack.multi_latent_attention && o->stack.position_embedding_type == MT_POSITION_NONE &&
         mt_options_set_by(o, "position-embedding-type", "no-position-embedding)"))

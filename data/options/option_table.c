@@ -1287,7 +1287,7 @@ const mt_option mt_option_table[] = {
      "read options from a file; the command line takes precedence", .own = true},
     {"role", MT_STRING, MT_AT(role), MT_BOTH, MT_OF_RUN, NULL, "ROLE",
      "the file of --config is one of ROLL, verl or Trinity-RFT: read the pipeline's keys and those of this role, such "
-     "as sft_train, actor_train, reference, student or rewards.NAME",
+     "as sft_train, actor_train, reference, student or rewards.NAME; a file with one role needs no --role",
      .needs = "config", .own = true},
     {"print-config", MT_FLAG, MT_AT(print_config), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "

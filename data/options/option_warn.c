@@ -114,6 +114,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
         {o->ignores_save_interval, "save-interval", "there is no --save"},
+        {o->ignores_train_epochs, "train-epochs", "--train-iters decides, as in transformers"},
         {o->ckpt_format == MT_CHECKPOINT_TORCH_DIST && !o->save, "ckpt-format", "there is no --save"},
         {o->use_checkpoint_opt_param_scheduler && !o->load, "use-checkpoint-opt-param-scheduler", "there is no --load"},
         {o->log_memory_to_tensorboard && !o->tensorboard_dir && !o->metrics, "log-memory-to-tensorboard",

@@ -173,8 +173,8 @@ typedef struct mt_run_options {
     int32_t origins[MT_MAX_OPTIONS]; // by row of the option table: see mt_option_origin_text
     int64_t config_devices;          // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
-    bool ignores_sequence_parallel, ignores_pre_softmax,
-        ignores_save_interval;          // these options were given where they have no effect
+    bool ignores_sequence_parallel, ignores_pre_softmax, ignores_save_interval,
+        ignores_train_epochs;           // these options were given where they have no effect
     mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
     int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
     bool head_is_new;                   // for the stage: the folder to load has none

@@ -262,6 +262,7 @@ static double path_number(reader *r, const char *path, double fallback) {
 static void set_number(mt_role_entry *entry, double value) {
     char text[32];
     mt_real_print(text, value);
+    if (strtod(entry->values.items[0], NULL) != value) entry->is_derived = true;
     mt_string_set(&entry->values.items[0], text);
 }
 
