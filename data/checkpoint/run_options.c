@@ -76,10 +76,15 @@ int mt_options_read_shape(mt_run_options *options, mt_error *error) {
         path = NULL;
         status = mt_options_read_megatron(options, folder, error);
     } else if (folder && !mt_folder_has(folder, "config.json"))
-        status = mt_error_set(error,
-                              "--load %s: holds an adapter; name its base by --load and this folder by "
-                              "--load-adapter",
-                              options->load);
+        status = options->auto_resume && mt_options_falls_back(options)
+                     ? mt_error_set(error,
+                                    "--auto-resume: the run of --save %s has adapters; give its --lora-rank and "
+                                    "--lora-target to continue it, or another --save",
+                                    options->save)
+                     : mt_error_set(error,
+                                    "--load %s: holds an adapter; name its base by --load and this folder by "
+                                    "--load-adapter",
+                                    options->load);
     if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && path) status = mt_generation_config_read(options, folder, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);
