@@ -5342,6 +5342,30 @@ static double mt_loss_weight(const mt_aggregation *a, int64_t counted, mt_loss_s
 
 /* ---- policies */
 
+static const mt_policy_kind mt_policy_kinds[] = {
+    [MT_POLICY_PPO] = {.clips = true},
+    [MT_POLICY_VANILLA] = {.clips = true},
+    [MT_POLICY_GSPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_CISPO] = {.clips = true},
+    [MT_POLICY_GMPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_GPG] = {0},
+    [MT_POLICY_SAPO] = {.mean_of_means = true},
+    [MT_POLICY_DPPO_TV] = {.clips = true},
+    [MT_POLICY_DPPO_KL] = {.clips = true},
+    [MT_POLICY_DRO] = {0},
+    [MT_POLICY_KIMI15] = {0},
+    [MT_POLICY_KL_COV] = {.selects = true, .kl_is_absolute = true},
+    [MT_POLICY_CLIP_COV] = {.clips = true, .selects = true},
+    [MT_POLICY_TIS] = {0},
+    [MT_POLICY_TOPR] = {.selects = true},
+    [MT_POLICY_OPMD] = {0},
+    [MT_POLICY_SPPO] = {.clips = true},
+};
+
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant) {
+    return &mt_policy_kinds[variant];
+}
+
 /* The policy loss of one token and its derivative by logp. */
 typedef struct mt_policy_term {
     double loss, dlogp;
@@ -5511,21 +5535,21 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
     double x = mt_bounded(mt_log_ratio(t, i), -20, 20);
-    sums->metrics[MT_POLICY_PPO_KL] += c->variant == MT_POLICY_KL_COV ? fabs(x) : -x;
+    sums->metrics[MT_POLICY_PPO_KL] += mt_policy_kinds[c->variant].kl_is_absolute ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
 
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
-    bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
+    const mt_policy_kind *kind = &mt_policy_kinds[c->variant];
     mt_aggregation aggregation = c->aggregation;
-    if (by_sequence || c->variant == MT_POLICY_SAPO) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (kind->mean_of_means) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
     for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
         double weight = mt_loss_weight(&aggregation, counted, sums);
         mt_policy_sequence sequence = {0};
-        if (by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
+        if (kind->by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
         for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++)
             if (t->mask[i] != 0) mt_policy_add(t, c, i, weight, &sequence, sums);
     }

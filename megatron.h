@@ -2866,6 +2866,16 @@ typedef struct mt_policy_config {
     mt_kl_type kl_type;
 } mt_policy_config;
 
+/* A row of the table of policy losses: operands that only some of them read. */
+typedef struct mt_policy_kind {
+    bool clips;          // clip_ratio_low and clip_ratio_high are a range that the user chooses
+    bool selects;        // mt_loss_tokens.selected
+    bool by_sequence;    // a ratio is that of a sequence, not of a token
+    bool mean_of_means;  // always takes MT_SEQ_MEAN_TOKEN_MEAN
+    bool kl_is_absolute; // MT_POLICY_PPO_KL sums |old_logp - logp|
+} mt_policy_kind;
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant);
+
 /* Metrics of mt_policy_loss; divisor: MT_POLICY_TOKENS. */
 enum {
     MT_POLICY_TOKENS,

@@ -845,7 +845,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
     for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, mt_options_data_seed(o), state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
-        if (role == &rl->actor && mt_policy_selects(rl->policy.variant)) {
+        if (role == &rl->actor && mt_policy_kind_of(rl->policy.variant)->selects) {
             uint64_t of_run = mt_random_key((uint64_t)mt_options_data_seed(o), UINT64_C(0x636f76), 0); // "cov"
             select_tokens(rl, sequences, count, mt_random_key(of_run, (uint64_t)state->iteration, (uint64_t)i));
         }

@@ -1045,32 +1045,6 @@ static const struct {
                      {"clip-ratio-high", offsetof(mt_run_options, clip_ratio_high)}};
 enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
 
-/* True for a policy loss that reads --clip-ratio. */
-static bool mt_policy_clips(mt_policy_variant variant) {
-    switch (variant) {
-    case MT_POLICY_PPO:
-    case MT_POLICY_VANILLA:
-    case MT_POLICY_GSPO:
-    case MT_POLICY_CISPO:
-    case MT_POLICY_GMPO:
-    case MT_POLICY_DPPO_TV:
-    case MT_POLICY_DPPO_KL:
-    case MT_POLICY_CLIP_COV:
-    case MT_POLICY_SPPO:
-        return true;
-    case MT_POLICY_GPG:
-    case MT_POLICY_SAPO:
-    case MT_POLICY_DRO:
-    case MT_POLICY_KIMI15:
-    case MT_POLICY_KL_COV:
-    case MT_POLICY_TIS:
-    case MT_POLICY_TOPR:
-    case MT_POLICY_OPMD:
-        break;
-    }
-    return false;
-}
-
 const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
@@ -1078,7 +1052,7 @@ const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
     if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
-    if (!mt_policy_clips(o->pg_variant)) return "with this --pg-variant, which has no range of ratios";
+    if (!mt_policy_kind_of(o->pg_variant)->clips) return "with this --pg-variant, which has no range of ratios";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
     return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
                                                                   : NULL;
@@ -1088,7 +1062,7 @@ static int mt_options_check_idle_in_rl(const mt_run_options *o, mt_error *error)
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
         const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
         bool is_ratio =
-            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && mt_policy_clips(o->pg_variant);
+            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && mt_policy_kind_of(o->pg_variant)->clips;
         bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
         if (agrees) continue;
         if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
@@ -1124,12 +1098,11 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO ||
                   o->adv_estimator >= MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
     if (o->stack.stage != MT_STAGE_RL) return 0;
-    bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
-    bool one_mean = by_sequence || o->pg_variant == MT_POLICY_SAPO;
+    const mt_policy_kind *policy = mt_policy_kind_of(o->pg_variant);
     mt_correction unused;
     if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
     if (mt_options_correction(&unused, o, error) != 0) return -1;
-    if (one_mean && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (policy->mean_of_means && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
     if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
@@ -1151,10 +1124,10 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {o->max_new_tokens >= o->stack.seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
          {o->max_new_tokens, o->stack.seq_length}},
-        {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+        {policy->by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
-        {one_mean && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+        {policy->mean_of_means && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant sapo has --loss-agg-mode seq-mean-token-mean; leave it out"},
         {o->overlong_buffer_length > o->max_new_tokens,
          "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
