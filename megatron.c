@@ -1154,6 +1154,22 @@ static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_
         mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
+/* Batch-invariant forwards: whatever else is in the batch, the numbers of a token have the same bits. Then generation,
+ * whose batches are single tokens, and training, whose batches are whole sequences, compute the same log-probabilities.
+ * Of the process, as the kernels of a library are. */
+static bool mt_is_batch_invariant;
+
+void mt_cpu_batch_invariant(bool invariant) {
+    mt_is_batch_invariant = invariant;
+}
+
+/* A product of a forward: mt_matmul's, or, batch-invariant, that whose sums of a row do not depend on the number of
+ * rows: a library takes other kernels for other shapes. */
+static void mt_matmul_forward(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate) {
+    (mt_is_batch_invariant ? mt_matmul_plain : mt_matmul)(c, stride, a, b, M, N, K, accumulate);
+}
+
 /* A block of x as floats: in place for fp32, else converted into scratch. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
@@ -1249,7 +1265,7 @@ static mt_linear_blocks mt_linear_blocks_of(const mt_grouped_args *a, mt_dtype d
 /* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
 static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias, mt_dtype dtype) {
     int64_t K = a->K;
-    if (a->M <= 8 && a->x_stride == 0) {
+    if (a->M <= 8 && a->x_stride == 0 && !mt_is_batch_invariant) {
         mt_linear_forward_small(a->y, a->x, a->w, bias, a->M, a->N, K, dtype);
         return;
     }
@@ -1265,7 +1281,7 @@ static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias
             const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (add ? rows : 0); r++) memcpy(y + r * stride, add, (size_t)columns * sizeof *add);
-            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
+            mt_matmul_forward(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
             if (!b.in_place) mt_matrix_store(a->y, at, y, rows, columns, b.y_stride, a, dtype);
         }
     }
@@ -2082,13 +2098,14 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
+    if (mt_is_batch_invariant) first -= first % MT_KEYS; // blocks of keys do not depend on the block of queries
     for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
         columns = mt_min(MT_KEYS, last - j0);
         if (call->pages.table) // a block lies in one page
             columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         b.j0 = j0, b.columns = columns;
         mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
-        mt_matmul(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
+        mt_matmul_forward(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -2096,7 +2113,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
+        mt_matmul_forward(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -2588,30 +2605,40 @@ static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
 
-static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    const int64_t T = a->T, count = a->count;
-    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
-    mt_scratch scratch = mt_scratch_reserve(count);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
-        float max = k * mt_row_max(x, count), *row = a->stats + t;
-        double sum = 0, weighted = 0;
-        for (int64_t block = 0; block < count; block += MT_BLOCK) {
-            float block_sum = 0, block_weighted = 0;
+/* The four numbers of a row's share x[count] of the vocabulary: the maximum, the sum of exp(x - maximum), the label's
+ * logit or 0, the sum of exp(x - maximum) x, all of k times the logits. One function, so that training and generation
+ * have the same bits. */
+#if defined __GNUC__
+__attribute__((noinline))
+#endif
+static void
+mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, int64_t label, float k,
+                     bool has_entropy) {
+    float max = k * mt_row_max(x, count);
+    double sum = 0, weighted = 0;
+    for (int64_t block = 0; block < count; block += MT_BLOCK) {
+        float block_sum = 0, block_weighted = 0;
 #pragma omp simd reduction(+ : block_sum, block_weighted)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
-                float e = mt_exp(k * x[i] - max);
-                block_sum += e;
-                block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
-            }
-            sum += block_sum;
-            weighted += block_weighted;
+        for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
+            float e = mt_exp(k * x[i] - max);
+            block_sum += e;
+            block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
         }
-        int64_t label = a->labels[t] - a->first;
-        row[0] = max, row[T] = (float)sum;
-        row[2 * T] = label >= 0 && label < count ? k * x[label] : 0.0f;
-        if (a->entropy) row[3 * T] = (float)weighted;
+        sum += block_sum;
+        weighted += block_weighted;
+    }
+    row[0] = max, row[stride] = (float)sum;
+    row[2 * stride] = label >= 0 && label < count ? k * x[label] : 0.0f;
+    if (has_entropy) row[3 * stride] = (float)weighted;
+}
+
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
+    mt_scratch scratch = mt_scratch_reserve(a->count);
+#pragma omp parallel for if (a->T * a->count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, a->count, dtype);
+        mt_cross_entropy_row(a->stats + t, a->T, x, a->count, a->labels[t] - a->first, k, a->entropy != NULL);
     }
 }
 
@@ -2776,6 +2803,20 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
     return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
+/* The same with the bits of training, whose ranks have `columns` of the vocabulary each. */
+static float mt_token_training_logp(const float *logits, int64_t V, int32_t token, float scale, int64_t columns) {
+    int64_t ranks = mt_divide_up(V, columns);
+    float *parts = mt_malloc(3 * ranks * 4), stats[3] = {0}, lse, logp, k = scale > 0 ? scale : 1;
+    for (int64_t r = 0; r < ranks; r++)
+        mt_cross_entropy_row(parts + 3 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
+                             token - r * columns, k, false);
+    mt_cross_entropy_args a = {.T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp};
+    if (ranks > 1) mt_cpu_cross_entropy_combine(&a, parts, ranks, NULL);
+    mt_cpu_cross_entropy_loss(&a, NULL);
+    free(parts);
+    return logp;
+}
+
 /* Samples from scores[V]: the logits, or the logits after penalties. */
 static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
                                 double uniform, int32_t *order) {
@@ -2783,7 +2824,10 @@ static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
+    if (sampling->logprobs && sampling->training_columns > 0)
+        drawn.logp = mt_token_training_logp(logits, V, drawn.token, sampling->logp_scale, sampling->training_columns);
+    else if (sampling->logprobs)
+        drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 
@@ -6910,6 +6954,9 @@ typedef struct mt_rope_table {
 
 /* This rank's part of a model. */
 struct mt_model {
+    mt_routes *routes;   // routing replay; NULL: none
+    bool replays_routes; // it takes experts from there; else it writes them
+    mt_routes *kept;     // of the rows of the cache; NULL: not kept
     const mt_options *options;
     const mt_grid *grid;
     const mt_ops *ops;
@@ -8698,6 +8745,66 @@ static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w,
                           p->stream);
 }
 
+int64_t mt_routes_size(const mt_options *o, int64_t rows) {
+    return mt_num_expert_layers(o) > 0 ? rows * o->num_layers * o->moe_router_topk : 0;
+}
+
+void mt_model_use_routes(mt_model *m, mt_routes *routes, bool replay) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->routes = routes, m->replays_routes = replay;
+}
+
+void mt_model_keep_routes(mt_model *m) {
+    MT_CHECK(m->ops == &mt_cpu_ops && m->plan.cache_rows > 0);
+    if (m->kept) return;
+    m->kept = mt_model_calloc(m, (int64_t)sizeof *m->kept);
+    *m->kept = (mt_routes){.num_layers = m->options->num_layers, .topk = m->options->moe_router_topk};
+    m->kept->experts = mt_model_calloc(m, mt_routes_size(m->options, m->plan.cache_rows) * 4);
+}
+
+/* The experts of layer `number` for a row of a table. */
+static float *mt_routes_at(const mt_routes *routes, int64_t row, int64_t number) {
+    return routes->experts + (row * routes->num_layers + number) * routes->topk;
+}
+
+static bool mt_experts_differ(const int32_t *chosen, const float *others, int64_t k) {
+    bool differs = false;
+    for (int64_t i = 0; i < k; i++) {
+        bool found = false;
+        for (int64_t j = 0; j < k; j++) found |= (int32_t)others[j] == chosen[i];
+        differs |= !found;
+    }
+    return differs;
+}
+
+/* Writes the experts[R, k] that a pass has chosen to a table, or replaces them by those of a table, with their
+ * probabilities. Layers of multi-token prediction choose on their own. */
+static void mt_replay_routes(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, int32_t *experts,
+                             float *probs) {
+    const mt_router *router = &m->experts->router;
+    mt_routes *routes = p->decode ? m->kept : m->routes;
+    int64_t k = router->topk, E = router->num_experts;
+    if (!routes || w->number >= routes->num_layers) return;
+    float *slice = mt_scratch_grow(E);
+    for (int64_t t = 0; t < p->rows; t++, experts += k, probs += k) {
+        int64_t row = p->decode ? p->batch->cache_rows[t] : p->batch->token_index[p->first_row + t];
+        if (row < 0 || experts[0] < 0) continue; // padding
+        float *kept = mt_routes_at(routes, row, w->number);
+        if (p->decode || !m->replays_routes) {
+            for (int64_t j = 0; j < k; j++) kept[j] = (float)experts[j];
+            continue;
+        }
+        if (kept[0] < 0 || isnan(probs[0])) continue;
+        if (p->training && !p->replay) {
+            routes->replayed += 1;
+            routes->differing += mt_experts_differ(experts, kept, k);
+        }
+        for (int64_t j = 0; j < k; j++) experts[j] = (int32_t)kept[j];
+        mt_route_weigh(probs, experts, r->logits + t * E, slice, router);
+        for (int64_t j = 0; j < k; j++) probs[j] *= router->scaling;
+    }
+}
+
 /* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
@@ -8715,6 +8822,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                                                .probs = r->probs + own, .experts = r->experts + own,
                                                .invalid = mt_invalid_count(e, p, w)},
                               p->stream);
+    mt_replay_routes(m, p, w, r, r->experts + own, r->probs + own);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
@@ -15359,6 +15467,9 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
+    if (m->kept)
+        memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
+               (size_t)mt_routes_size(m->options, copy->rows) * 4);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
         if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
         int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
@@ -15793,6 +15904,16 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
     return 0;
 }
 
+/* Copies the experts of an ended sequence's tokens from the cache. */
+static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *sequence) {
+    const mt_batcher *b = g->batcher;
+    const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
+    int64_t rows = b->plan.page_rows, width = mt_routes_size(g->model->options, 1);
+    for (int64_t at = 0; at + 1 < sequence->num_tokens; at++)
+        memcpy(sequence->routes + at * width, mt_routes_at(g->model->kept, pages[at / rows] * rows + at % rows, 0),
+               (size_t)width * 4);
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
@@ -15805,6 +15926,10 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
+    }
     return status;
 }
 

@@ -472,6 +472,10 @@ typedef enum mt_adv_estimator {
     MT_ADV_GPG,        // (score - the group's mean) times all responses by those with a score (2504.02546)
     MT_ADV_GRPO_PASSK, // the group's best: its lead, also divided by the deviation; others 0 (2503.19595)
     MT_ADV_REMAX,      // the discounted return - the score of a greedy response (2310.10505)
+    MT_ADV_GDPO,       // the weighted sum of GRPO's for each of several rewards, whitened (2601.05242)
+    MT_ADV_GIGPO,      // GRPO's of whole responses and of their steps, each with a weight (2505.10978); with one turn,
+                       // a response is its step
+    MT_ADV_STEP_REINFORCE, // ROLL: REINFORCE's of the steps
 } mt_adv_estimator;
 /* Divergences of the student p from the teacher q, softmaxes of K logits. */
 typedef enum mt_divergence_type {
@@ -2004,6 +2008,9 @@ typedef struct mt_sampling {
     uint64_t seed;
     bool logprobs;    // compute mt_sampled.logp
     float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
+    /* on the CPU: mt_sampled.logp has the bits of a cross-entropy over ranks with this number of columns of the
+     * vocabulary each; 0: it is nearer to the exact value */
+    int64_t training_columns;
 } mt_sampling;
 
 /* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
@@ -2450,6 +2457,11 @@ extern const mt_ops mt_cpu_ops;
 
 /* A line for the user if the OpenBLAS found takes kernels of a much older processor than this one; else NULL. */
 const char *mt_cpu_products_note(void);
+
+/* From now on (or no longer) the forwards of the CPU are batch-invariant: a token's numbers do not depend on the other
+ * tokens of a batch, neither on their number. Attention with a cache has them with pages of 128 rows or a multiple.
+ * Products are by this library's own kernels. Mixers with states and fp8 are as before. */
+void mt_cpu_batch_invariant(bool invariant);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
@@ -3507,6 +3519,25 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
 void mt_model_decode_sample(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, const mt_sampling *sampling, const double *uniforms, mt_sampled *sampled);
 
+/* Routing replay, on the CPU: the experts of a token, chosen in one pass, are used in others. The probabilities of the
+ * chosen experts are those of the pass at hand. */
+typedef struct mt_routes {
+    int64_t num_layers, topk; // of the whole model; layers without experts, and those of other ranks, are not touched
+    float *experts;           // [rows, num_layers, topk] row token_index of a token; -1: none
+    double replayed;          // choices of a token and a layer that training has replayed, not counting recomputation
+    double differing;         // those of which the router would have chosen other experts
+} mt_routes;
+
+/* Elements of mt_routes.experts for `rows` rows; 0: no layer has experts. */
+int64_t mt_routes_size(const mt_options *options, int64_t rows);
+
+/* From now on, forwards but those of generation write the chosen experts to `routes` (replay false), or take those that
+ * are there; NULL: neither. */
+void mt_model_use_routes(mt_model *model, mt_routes *routes, bool replay);
+
+/* From now on, generation keeps the experts of the tokens in the cache, for mt_sequence.routes. */
+void mt_model_keep_routes(mt_model *model);
+
 /* Copies rows of the cache, in all layers, before the next forward. */
 typedef struct mt_cache_copy {
     int64_t from, to, rows;
@@ -3851,7 +3882,9 @@ typedef struct mt_sequence {
     int64_t max_tokens; // the sequence ends at this length
     float *logps;       // [max_tokens - num_prompt] of the generated tokens: mt_sampled.logp; NULL: not kept
     float *sampled_logps;
-    int64_t slot; // of the cache while it runs; -1: it waits or has ended
+    float *routes; // mt_routes.experts of all tokens but the last, written at the end on ranks that computed it, for
+                   // their layers; NULL: not kept
+    int64_t slot;  // of the cache while it runs; -1: it waits or has ended
     mt_finish finish;
 } mt_sequence;
 

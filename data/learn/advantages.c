@@ -75,23 +75,37 @@ static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantag
         return distance * g.responses / mt_maximum(g.scored, 1);
     case MT_ADV_GRPO_PASSK: // NaN stays
         return scores[s] < g.best ? 0 : (g.best - g.second) / divisor;
+    case MT_ADV_GDPO: // of one of its rewards
+        return distance / divisor;
+    case MT_ADV_GIGPO:
+        return c->step_weights * (distance / divisor);
     case MT_ADV_REINFORCE_PLUS_PLUS_BASELINE:
     case MT_ADV_REMAX:
     case MT_ADV_GAE:
     case MT_ADV_REINFORCE:
+    case MT_ADV_STEP_REINFORCE:
     case MT_ADV_REINFORCE_PLUS_PLUS:
         break;
     }
     return distance;
 }
 
+static double mt_gdpo_advantage(const mt_advantage_tokens *t, const mt_advantage_config *c, int64_t s) {
+    double sum = 0;
+    for (int64_t i = 0; i < t->num_parts; i++) sum += t->part_weights[i] * mt_group_advantage(t, c, t->parts[i], s);
+    return sum;
+}
+
 /* Backwards over the counted tokens of a sequence; tokens between them are passed over. */
 static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
                                    int64_t s) {
     bool gae = c->estimator == MT_ADV_GAE, remax = c->estimator == MT_ADV_REMAX;
-    bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS;
+    bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS ||
+                    c->estimator == MT_ADV_STEP_REINFORCE;
     double baseline = remax ? t->baselines[s] : 0;
-    double next_value = 0, running = 0, of_group = by_token ? 0 : mt_group_advantage(t, c, scores, s);
+    double next_value = 0, running = 0, of_group = 0;
+    if (!by_token)
+        of_group = c->estimator == MT_ADV_GDPO ? mt_gdpo_advantage(t, c, s) : mt_group_advantage(t, c, scores, s);
     const mt_span *span = &t->sequences[s];
     for (int64_t i = span->q_start + span->q_len - 1; i >= span->q_start; i--) {
         if (t->mask[i] == 0) continue;
@@ -114,9 +128,10 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
             scores[s] += t->rewards[i], counted[i] = t->mask[i];
     }
     for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
-    bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
+    bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE ||
+                   c->estimator == MT_ADV_GDPO;
     if (c->whiten || whitens) mt_whiten(t->advantages, counted, t->T);
-    bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE; // verl's returns of it are whitened
+    bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE || c->estimator == MT_ADV_GDPO; // verl's
     for (int64_t i = 0; i < t->T && returns_too; i++) t->returns[i] = t->advantages[i];
     for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], -clip, clip);
     free(scores);
