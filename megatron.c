@@ -2606,14 +2606,14 @@ static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *
 /* ==== §3g cross-entropy, sampling ================================================================================ */
 
 /* The four numbers of a row's share x[count] of the vocabulary: the maximum, the sum of exp(x - maximum), the label's
- * logit or 0, the sum of exp(x - maximum) x, all of k times the logits. One function, so that training and generation
- * have the same bits. */
+ * logit or 0, the sum of exp(x - maximum) x, or with `squares` of exp(x - maximum)^2, all of k times the logits. One
+ * function, so that training and generation have the same bits. */
 #if defined __GNUC__
 __attribute__((noinline))
 #endif
 static void
 mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, int64_t label, float k,
-                     bool has_entropy) {
+                     bool has_entropy, bool squares) {
     float max = k * mt_row_max(x, count);
     double sum = 0, weighted = 0;
     for (int64_t block = 0; block < count; block += MT_BLOCK) {
@@ -2627,6 +2627,10 @@ mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, 
         sum += block_sum;
         weighted += block_weighted;
     }
+    for (int64_t i = 0; i < (squares ? count : 0); i++) {
+        double e = mt_exp(k * x[i] - max);
+        weighted = (i > 0 ? weighted : 0) + e * e;
+    }
     row[0] = max, row[stride] = (float)sum;
     row[2 * stride] = label >= 0 && label < count ? k * x[label] : 0.0f;
     if (has_entropy) row[3 * stride] = (float)weighted;
@@ -2638,7 +2642,8 @@ static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtyp
 #pragma omp parallel for if (a->T * a->count > MT_PARALLEL)
     for (int64_t t = 0; t < a->T; t++) {
         const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, a->count, dtype);
-        mt_cross_entropy_row(a->stats + t, a->T, x, a->count, a->labels[t] - a->first, k, a->entropy != NULL);
+        mt_cross_entropy_row(a->stats + t, a->T, x, a->count, a->labels[t] - a->first, k, a->entropy != NULL,
+                             a->squares);
     }
 }
 
@@ -2654,7 +2659,7 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (a->entropy) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += (a->squares ? scale : 1) * scale * (double)share[3 * T];
         }
         row[0] = max, row[T] = (float)sum, row[2 * T] = (float)target;
         if (a->entropy) row[3 * T] = (float)weighted;
@@ -2666,7 +2671,8 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
         a->lse[t] = (float)log_sum, a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
-        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
+        double share = a->entropy ? (double)row[3 * a->T] / (double)row[a->T] : 0;
+        if (a->entropy) a->entropy[t] = (float)(a->squares ? share / (double)row[a->T] : log_sum - share);
     }
 }
 
@@ -2809,7 +2815,7 @@ static float mt_token_training_logp(const float *logits, int64_t V, int32_t toke
     float *parts = mt_malloc(3 * ranks * 4), stats[3] = {0}, lse, logp, k = scale > 0 ? scale : 1;
     for (int64_t r = 0; r < ranks; r++)
         mt_cross_entropy_row(parts + 3 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
-                             token - r * columns, k, false);
+                             token - r * columns, k, false, false);
     mt_cross_entropy_args a = {.T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp};
     if (ranks > 1) mt_cpu_cross_entropy_combine(&a, parts, ranks, NULL);
     mt_cpu_cross_entropy_loss(&a, NULL);
@@ -6954,9 +6960,6 @@ typedef struct mt_rope_table {
 
 /* This rank's part of a model. */
 struct mt_model {
-    mt_routes *routes;   // routing replay; NULL: none
-    bool replays_routes; // it takes experts from there; else it writes them
-    mt_routes *kept;     // of the rows of the cache; NULL: not kept
     const mt_options *options;
     const mt_grid *grid;
     const mt_ops *ops;
@@ -7030,6 +7033,10 @@ struct mt_model {
     mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
+    mt_routes *routes;                     // routing replay; NULL: none
+    bool replays_routes;                   // it takes experts from there; else it writes them
+    mt_routes *kept;                       // of the rows of the cache; NULL: not kept
+    bool scores_squares;                   // see mt_model_score_squares
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
     float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
@@ -8743,6 +8750,11 @@ static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w,
     m->ops->quantile_sums(&(mt_quantile_args){p->rows * m->grid->tensor_context.size, E, e->router.topk, logits,
                                               w->router_bias.w, index, e->quantiles + w->moe_index * (E + 1)},
                           p->stream);
+}
+
+void mt_model_score_squares(mt_model *m, bool squares) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->scores_squares = squares;
 }
 
 int64_t mt_routes_size(const mt_options *o, int64_t rows) {
@@ -10644,6 +10656,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
     mt_loss_args a = {&cross_entropy, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
     cross_entropy.logp = logp;
     if (entropy) cross_entropy.entropy = entropy;
+    cross_entropy.squares = m->scores_squares && !p->training;
     mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
     if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
 }

@@ -475,7 +475,9 @@ typedef enum mt_adv_estimator {
     MT_ADV_GDPO,       // the weighted sum of GRPO's for each of several rewards, whitened (2601.05242)
     MT_ADV_GIGPO,      // GRPO's of whole responses and of their steps, each with a weight (2505.10978); with one turn,
                        // a response is its step
-    MT_ADV_STEP_REINFORCE, // ROLL: REINFORCE's of the steps
+    MT_ADV_STEP_REINFORCE,         // ROLL: REINFORCE's of the steps
+    MT_ADV_OPTIMAL_TOKEN_BASELINE, // the return - at each step, the mean of those of the group's responses, weighted by
+                                   // the squared norms of their gradients by the logits so far (verl)
 } mt_adv_estimator;
 /* Divergences of the student p from the teacher q, softmaxes of K logits. */
 typedef enum mt_divergence_type {
@@ -1995,6 +1997,7 @@ typedef struct mt_cross_entropy_args {
                                    // rank holds it), sum exp(x - max) x; [3, T] without entropy
     float *logp;                   // [T] log-probability of the label
     float *entropy;                // [T] of the distribution, in nats; NULL: not wanted
+    bool squares;                  // on the CPU, without dentropy: `entropy` is the sum of p^2 instead
     float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
@@ -3503,6 +3506,10 @@ void mt_model_replay(mt_model *model);
  * the losses of multi-token prediction. */
 void mt_model_backward(mt_model *model);
 
+/* From now on (or no longer) scoring yields the sum of the squared probabilities of each token's distribution in place
+ * of its entropy. On the CPU. */
+void mt_model_score_squares(mt_model *model, bool squares);
+
 /* Copies results of the last forward to the host: logp[T], the log-probability of every token's label; entropy[T]; and
  * logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model calls it and gets them. */
 void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
@@ -3525,14 +3532,14 @@ typedef struct mt_routes {
     int64_t num_layers, topk; // of the whole model; layers without experts, and those of other ranks, are not touched
     float *experts;           // [rows, num_layers, topk] row token_index of a token; -1: none
     double replayed;          // choices of a token and a layer that training has replayed, not counting recomputation
-    double differing;         // those of which the router would have chosen other experts
+    double differing;         // replayed choices that are not the router's own
 } mt_routes;
 
 /* Elements of mt_routes.experts for `rows` rows; 0: no layer has experts. */
 int64_t mt_routes_size(const mt_options *options, int64_t rows);
 
-/* From now on, forwards but those of generation write the chosen experts to `routes` (replay false), or take those that
- * are there; NULL: neither. */
+/* From now on, all forwards but generation's write the chosen experts to `routes` (replay false), or take the experts
+ * of that table; NULL: neither. */
 void mt_model_use_routes(mt_model *model, mt_routes *routes, bool replay);
 
 /* From now on, generation keeps the experts of the tokens in the cache, for mt_sequence.routes. */

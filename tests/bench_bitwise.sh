@@ -1,5 +1,5 @@
 #!/bin/sh
-# What --bitwise-rollouts costs on this CPU: seconds of the phases of reinforcement learning without and with it.
+# The cost of --bitwise-rollouts on this CPU: seconds of the phases of reinforcement learning without and with it.
 #
 #   usage: tests/bench_bitwise.sh [ARGUMENTS FOR train]
 set -u

@@ -176,14 +176,15 @@ gpg --adv-estimator remax
 gpg --adv-estimator gdpo --reward number regex --reward-pattern ^[0-4] --reward-weights 1 0.5
 gpg --adv-estimator reinforce --reward number regex --reward-pattern ^[0-4] --norm-mean-type group --norm-std-type batch
 gpg --adv-estimator gigpo --step-reward-weight 0.5
+gpg --adv-estimator optimal_token_baseline
 EOF
 }
 
 # Rewards with weights are one reward, their sum.
 rewards_are_added_up() {
     set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3
-    learn 1 "$work/one" "$@" --reward number && learn 1 "$work/two" "$@" --reward number exact --reward-weights 0.75 0.25 &&
-        learn 1 "$work/more" "$@" --reward number regex --reward-pattern . --reward-weights 1 2 || return 1
+    learn 1 "$work/one" "$@" --reward number &&
+        learn 1 "$work/more" "$@" --reward number regex --reward-pattern ^ --reward-weights 1 2 || return 1
     for key in lm_loss grad_norm; do
         same_series "$work/one" "$work/more" 1e-4 1 $key || return 1 # a constant is in no advantage
     done
@@ -199,7 +200,8 @@ rewards_are_added_up() {
 
 # The old policy is the generator's, which agrees with training here, and nothing is scored.
 bypass_mode_takes_the_generators_log_probabilities() {
-    set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --ppo-epochs 2 --global-batch-size 8
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --ppo-epochs 2 \
+        --global-batch-size 8
     learn 1 "$work/scored" "$@" && learn 1 "$work/bypass" "$@" --bypass-mode || return 1
     for key in reward lm_loss grad_norm; do same_series "$work/scored" "$work/bypass" 1e-3 1 $key || return 1; done
     series scoring_tokens "$work/bypass" | awk '$1 > 0 { exit 1 }' &&
@@ -214,7 +216,8 @@ bypass_mode_takes_the_generators_log_probabilities() {
 remax_compares_with_a_greedy_response() {
     set -- --num-return-sequences 1 --train-iters 2 --lr 1e-3 --pg-variant gpg --reward number \
         --adv-estimator remax --global-batch-size 16 --rollout-batch-size 16
-    learn 1 "$work/greedy" "$@" --top-k 1 && series reward "$work/greedy" | awk '$1 > 0 && $1 < 1 { n++ } END { exit !n }' &&
+    learn 1 "$work/greedy" "$@" --top-k 1 &&
+        series reward "$work/greedy" | awk '$1 > 0 && $1 < 1 { n++ } END { exit !n }' &&
         series advantage "$work/greedy" | awk '$1 != 0 { exit 1 } END { exit NR != 2 }' || return 1
     learn 1 "$work/one" "$@" && series advantage "$work/one" | awk '$1 != 0 { n++ } END { exit !n }' || return 1
     while read -r ranks layout; do
@@ -335,7 +338,8 @@ routes_are_replayed() {
         series ppo_kl "$work/free" | awk '$1 < 1e-5 && $1 > -1e-5 { exit 1 }' || return 1
     for replay in R2 R3; do
         # shellcheck disable=SC2086
-        on_ranks 1 "$train" "$@" $common --router-replay $replay --metrics "$work/one" && replays "$work/one" || return 1
+        on_ranks 1 "$train" "$@" $common --router-replay $replay --metrics "$work/one" && replays "$work/one" ||
+            return 1
         [ "${HAVE_MPI:-}" ] || continue
         while read -r ranks layout; do
             # shellcheck disable=SC2086

@@ -85,6 +85,7 @@ static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantag
     case MT_ADV_REINFORCE:
     case MT_ADV_STEP_REINFORCE:
     case MT_ADV_REINFORCE_PLUS_PLUS:
+    case MT_ADV_OPTIMAL_TOKEN_BASELINE:
         break;
     }
     return distance;
@@ -101,7 +102,7 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
                                    int64_t s) {
     bool gae = c->estimator == MT_ADV_GAE, remax = c->estimator == MT_ADV_REMAX;
     bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS ||
-                    c->estimator == MT_ADV_STEP_REINFORCE;
+                    c->estimator == MT_ADV_STEP_REINFORCE || c->estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
     double baseline = remax ? t->baselines[s] : 0;
     double next_value = 0, running = 0, of_group = 0;
     if (!by_token)
@@ -118,6 +119,47 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
     }
 }
 
+/* Adds to each step of the group of sequence s, [steps], the returns times their weights, and the weights; with
+ * sums[steps] and weights[steps]. Returns the counted tokens of the longest of the others. */
+static int64_t mt_add_path_weights(const mt_advantage_tokens *t, int64_t s, double *sums, double *weights) {
+    int64_t longest = 0;
+    for (int64_t other = 0; other < t->num_sequences; other++) {
+        const mt_span *span = &t->sequences[other];
+        double path = 0;
+        int64_t step = 0;
+        if (t->groups[other] != t->groups[s]) continue;
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len; i++) {
+            if (t->mask[i] == 0) continue;
+            double weight = t->rollout_weights ? t->rollout_weights[i] * t->rollout_weights[i] : 1;
+            path += weight * (1 - 2 * exp(t->old_logp[i]) + t->squares[i]);
+            sums[step] += t->returns[i] * path, weights[step++] += path;
+        }
+        if (other != s) longest = step > longest ? step : longest;
+    }
+    return longest;
+}
+
+/* Subtracts from the returns the baseline of each step, verl's optimal token baseline. A step that one response alone
+ * has reached, or the only response of a group, has none. */
+static void mt_subtract_token_baselines(const mt_advantage_tokens *t) {
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t alone = 0, step = 0, steps = 1;
+        for (int64_t other = 0; other < t->num_sequences; other++) {
+            if (t->sequences[other].q_len > steps) steps = t->sequences[other].q_len;
+            alone += t->groups[other] == t->groups[s];
+        }
+        double *sums = mt_calloc(2 * steps * 8), *weights = sums + steps;
+        int64_t others = mt_add_path_weights(t, s, sums, weights);
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len && alone > 1; i++) {
+            if (t->mask[i] == 0) continue;
+            if (step < others) t->advantages[i] = t->returns[i] - sums[step] / (weights[step] + mt_variance_epsilon);
+            step++;
+        }
+        free(sums);
+    }
+}
+
 void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
     double *scores = mt_calloc(t->num_sequences * 8), clip = c->advantage_clip;
     float *counted = mt_calloc(t->T * 4); // the mask of tokens in sequences
@@ -128,6 +170,7 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
             scores[s] += t->rewards[i], counted[i] = t->mask[i];
     }
     for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
+    if (c->estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE) mt_subtract_token_baselines(t);
     bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE ||
                    c->estimator == MT_ADV_GDPO;
     if (c->whiten || whitens) mt_whiten(t->advantages, counted, t->T);

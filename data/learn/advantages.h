@@ -30,6 +30,8 @@ typedef struct mt_advantage_tokens {
     int64_t num_parts;
     const double *part_weights;
     const double *const *parts;
+    const double *old_logp, *squares; // [T] OPTIMAL_TOKEN_BASELINE: of the old policy; squares: mt_cross_entropy_args
+    const double *rollout_weights;    // [T] the same; NULL: 1
 } mt_advantage_tokens;
 
 /* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with

@@ -471,7 +471,8 @@ static void configure_rollouts(mt_rl *rl) {
                                           .step_weights = o->episode_reward_weight + o->step_reward_weight},
                             .norm_mean = o->norm_mean_type,
                             .norm_std = o->norm_std_type,
-                            .weights = o->reward_weights};
+                            .weights = o->reward_weights,
+                            .weighs_rollouts = o->rollout_is != MT_ROLLOUT_IS_NONE};
     for (int64_t i = rl->rollout_config.weights.count; i < o->reward.count; i++)
         rl->rollout_config.weights.items[rl->rollout_config.weights.count++] = 1;
     rl->shape = plan_shape_of(&o->stack);
@@ -511,9 +512,10 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     const mt_run_options *o = config->options;
     rl->quotas = mt_calloc((o->prompt_shares.count + 1) * 8);
     bool on_cpu = config->ops == &mt_cpu_ops;
-    const char *of_cpu = o->bitwise_rollouts                             ? "--bitwise-rollouts"
-                         : o->router_replay != MT_ROUTER_REPLAY_DISABLED ? "--router-replay"
-                                                                         : NULL;
+    const char *of_cpu = o->bitwise_rollouts                                 ? "--bitwise-rollouts"
+                         : o->router_replay != MT_ROUTER_REPLAY_DISABLED     ? "--router-replay"
+                         : o->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE ? "--adv-estimator optimal_token_baseline"
+                                                                             : NULL;
     mt_cpu_batch_invariant(o->bitwise_rollouts);
     int status = 0;
     if (of_cpu && !on_cpu)
@@ -736,6 +738,7 @@ typedef struct scoring {
     mt_loss_input input;
     const mt_grid *grid;
     double entropy; // summed over the tokens that count
+    bool squares;   // the sink gets sums of squared probabilities in its place
 } scoring;
 
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
@@ -745,6 +748,7 @@ static void store(void *context, int64_t micro_batch, const mt_batch *batch, con
     (void)micro_batch;
     if (s->grid->tensor.rank > 0 || s->grid->context.rank > 0) return;
     mt_rollouts_store(s->rollouts, s->input, batch, numbers);
+    if (s->squares) mt_rollouts_store_squares(s->rollouts, batch, entropy);
     for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
 }
 
@@ -755,14 +759,18 @@ static double sequence_tokens(const mt_rl *rl) {
 
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
-    scoring s = {&rl->rollouts, input, role->grid, 0};
+    bool squares = input == MT_OLD_LOGP && rl->config.options->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
+    scoring s = {&rl->rollouts, input, role->grid, 0, squares};
     if (!role->model) return 0;
+    if (squares) mt_model_score_squares(role->model, true);
     rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
     if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
         0)
         return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
     mt_all_reduce_sum(&rl->config.grid->world, &s.entropy, 1, MT_F64);
+    if (squares) mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.squares, rl->rollouts.T, MT_F64);
+    if (squares) mt_model_score_squares(role->model, false);
     if (input == MT_OLD_LOGP) rl->entropy = s.entropy;
     return 0;
 }
@@ -1082,6 +1090,7 @@ static void collect_numbers(mt_rl *rl) {
     const mt_run_options *o = rl->config.options;
     double counted = (double)mt_rollouts_count(&rl->rollouts);
     bool trained = counted > 0, samples = o->dynamic_sampling, compared = trained && !o->bypass_mode;
+    bool has_entropy = o->adv_estimator != MT_ADV_OPTIMAL_TOKEN_BASELINE; // it is scored in place of that
     rl->num_numbers = 0;
     add_number(rl, "reward", stats->score, true);
     add_number(rl, "reward deviation", stats->score_deviation, true);
@@ -1101,7 +1110,7 @@ static void collect_numbers(mt_rl *rl) {
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
-    if (compared) add_number(rl, "entropy", rl->entropy / counted, false);
+    if (compared && has_entropy) add_number(rl, "entropy", rl->entropy / counted, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
     for (int i = first_phase(rl); i < NUM_PHASES; i++) {
         add_number(rl, phases[i].seconds, rl->times.seconds[i], false);

@@ -104,7 +104,7 @@ void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompt
 static void free_sequences(mt_rollouts *r) {
     mt_samples_free(&r->samples);
     free(r->response_of), free(r->groups), free(r->rewards), free(r->baselines), free(r->spans), free(r->mask);
-    free(r->token_rewards);
+    free(r->token_rewards), free(r->squares);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) free(r->inputs[i]);
     r->T = 0;
 }
@@ -298,7 +298,7 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
         }
     }
     if (normalises(c)) normalise_rewards(r, c);
-    r->token_rewards = mt_calloc(r->T * 8);
+    r->token_rewards = mt_calloc(r->T * 8), r->squares = mt_calloc(r->T * 8);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) r->inputs[i] = mt_calloc(r->T * 8);
     free(rewards);
 }
@@ -338,6 +338,9 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
                                       .advantages = r->inputs[MT_ADVANTAGES],
                                       .returns = r->inputs[MT_RETURNS],
                                       .baselines = r->baselines,
+                                      .old_logp = r->inputs[MT_OLD_LOGP],
+                                      .squares = r->squares,
+                                      .rollout_weights = c->weighs_rollouts ? r->inputs[MT_ROLLOUT_WEIGHTS] : NULL,
                                       .part_weights = c->weights.items,
                                       .num_parts = c->weights.count};
     const double *parts[MT_MAX_INTS] = {0};
@@ -408,9 +411,17 @@ void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch) {
         }
 }
 
-void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers) {
+static void store_numbers(const mt_rollouts *r, double *to, const mt_batch *batch, const double *numbers) {
     for (int64_t t = 0; t < batch->num_tokens; t++) {
         int64_t position = position_of(r, batch, t);
-        if (position >= 0) r->inputs[input][position] = numbers[t];
+        if (position >= 0) to[position] = numbers[t];
     }
+}
+
+void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers) {
+    store_numbers(r, r->inputs[input], batch, numbers);
+}
+
+void mt_rollouts_store_squares(mt_rollouts *r, const mt_batch *batch, const double *numbers) {
+    store_numbers(r, r->squares, batch, numbers);
 }

@@ -48,6 +48,7 @@ typedef struct mt_rollout_config {
     double kl_in_reward;                // its coefficient; 0: none
     mt_reward_norm norm_mean, norm_std; // of rewards, after the penalty, before the clip
     mt_reals weights;                   // of several rewards
+    bool weighs_rollouts;               // MT_ROLLOUT_WEIGHTS are computed
     mt_advantage_config advantage;
 } mt_rollout_config;
 
@@ -86,6 +87,7 @@ typedef struct mt_rollouts {
     int64_t T;
     float *mask;                        // [T] 1 where the label counts
     double *token_rewards;              // [T]
+    double *squares;                    // [T] of the old policy: sums of squared probabilities; 0 until stored
     double *inputs[MT_NUM_LOSS_INPUTS]; // [T] 0 until stored or computed; without a reference model, a copy
                                         // of MT_OLD_LOGP belongs into MT_REF_LOGP, since the loss reads it
     mt_rollout_stats stats;
@@ -161,6 +163,9 @@ void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch);
 /* Stores numbers[batch->num_tokens] of such a batch, where its mask is 1, into r->inputs[input]. Ranks that computed
  * different micro-batches then add up their arrays [T]. */
 void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers);
+
+/* The same into r->squares. */
+void mt_rollouts_store_squares(mt_rollouts *r, const mt_batch *batch, const double *numbers);
 
 #ifdef __cplusplus
 }

@@ -1097,7 +1097,7 @@ bool mt_options_rewards(const mt_run_options *o, mt_reward_kind kind) {
     return false;
 }
 
-/* What keeps generation and training from the same order of sums. */
+/* Options under which generation and training have other orders of sums. */
 static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
     const mt_options *s = &o->stack;
     int64_t tensor = o->rollout_tensor_model_parallel_size, page = o->inference_dynamic_batching_block_size;
@@ -1176,6 +1176,9 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {o->adv_estimator == MT_ADV_GDPO && changes,
          "--adv-estimator gdpo compares each reward as it is; leave out --reward-clip, --overlong-penalty, "
          "--overlong-buffer-length and --kl-in-reward"},
+        {o->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE && o->bypass_mode,
+         "--adv-estimator optimal_token_baseline reads the old policy's distributions, which --bypass-mode does not "
+         "compute; leave one of them out"},
         {replays && o->stack.num_experts == 0,
          "--router-replay: the model has no experts, so there is nothing to replay; leave it out"},
         {replays && o->device == MT_DEVICE_CUDA,

@@ -993,9 +993,10 @@ const mt_option mt_option_table[] = {
      "field with the answer to a prompt (default: answer)", .needs = "stage rl", .own = true},
     {"adv-estimator", MT_CHOICE, MT_AT(adv_estimator), MT_TRAIN, MT_OF_RUN, "grpo",
      "gae|grpo|rloo|reinforce|reinforce_plus_plus|reinforce_plus_plus_baseline|opo|gpg|grpo_passk|remax|"
-     "gdpo|gigpo|step_reinforce",
+     "gdpo|gigpo|step_reinforce|optimal_token_baseline",
      "advantages: gae trains a critic beside the actor; grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, "
-     "grpo_passk, gdpo and gigpo compare the responses to one prompt, gdpo by each reward on its own; remax compares "
+     "grpo_passk, gdpo, gigpo and optimal_token_baseline (on the CPU) compare the responses to one prompt, gdpo by "
+     "each reward on its own; remax compares "
      "them with a greedy response",
      .needs = "stage rl", .own = true},
     {"norm-adv-by-std", MT_FLAG, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, "true", NULL,
@@ -1122,7 +1123,7 @@ const mt_option mt_option_table[] = {
      "corrects both differences",
      .needs = "stage rl", .excludes = "rollout-is token|sequence, rollout-rs, router-replay R2", .own = true},
     {"router-replay", MT_CHOICE, MT_AT(router_replay), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|R2|R3",
-     "experts of training: R2: those that the old policy chose when it scored the responses; R3: those of the "
+     "experts of training: R2: the choice of the old policy when it scored the responses; R3: that of the "
      "generator, which the old policy takes too (routing replay, on the CPU)",
      .needs = "stage rl", .own = true},
     {"moe-enable-routing-replay", MT_FLAG, MT_AT(moe_enable_routing_replay), MT_TRAIN, MT_OF_RUN, NULL, NULL,
