@@ -2607,9 +2607,11 @@ static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *
 
 /* The four numbers of a row's share x[count] of the vocabulary: the maximum, the sum of exp(x - maximum), the label's
  * logit or 0, the sum of exp(x - maximum) x, or with `squares` of exp(x - maximum)^2, all of k times the logits. One
- * function, so that training and generation have the same bits. */
-#if defined __GNUC__
+ * function, which is not compiled anew for some arguments, so that training and generation have the same bits. */
+#if defined __clang__
 __attribute__((noinline))
+#elif defined __GNUC__
+__attribute__((noinline, noclone))
 #endif
 static void
 mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, int64_t label, float k,
@@ -2812,11 +2814,12 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
 /* The same with the bits of training, whose ranks have `columns` of the vocabulary each. */
 static float mt_token_training_logp(const float *logits, int64_t V, int32_t token, float scale, int64_t columns) {
     int64_t ranks = mt_divide_up(V, columns);
-    float *parts = mt_malloc(3 * ranks * 4), stats[3] = {0}, lse, logp, k = scale > 0 ? scale : 1;
+    float *parts = mt_malloc(4 * ranks * 4), stats[4] = {0}, lse, logp, entropy, k = scale > 0 ? scale : 1;
     for (int64_t r = 0; r < ranks; r++)
-        mt_cross_entropy_row(parts + 3 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
-                             token - r * columns, k, false, false);
-    mt_cross_entropy_args a = {.T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp};
+        mt_cross_entropy_row(parts + 4 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
+                             token - r * columns, k, true, false);
+    mt_cross_entropy_args a = {
+        .T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp, .entropy = &entropy};
     if (ranks > 1) mt_cpu_cross_entropy_combine(&a, parts, ranks, NULL);
     mt_cpu_cross_entropy_loss(&a, NULL);
     free(parts);

@@ -96,23 +96,6 @@ static const row model_rows[] = {
     {10, "", "use-precision&muon",
      "--use-precision-aware-optimizer --main-grads-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype bf16 "
      "--exp-avg-sq-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"},
-    {12, "", "RAMP&--bf16&--fp8-format&dtype&muon", "REINFORCE"}, // in fp32: what is drawn does not hang on rounding
-    {100, "REINFORCE", "",
-     "--rollout-batch-size 4 --num-return-sequences 3;--rollout-batch-size 3 --num-return-sequences 4;"
-     "--rollout-batch-size 8 --num-return-sequences 2"},
-    {100, "REINFORCE", "", "--reward regex --reward-pattern [a-p];--reward regex exact --reward-pattern [a-p0-9]"},
-    {30, "regex exact", "", "--reward-weights 1 0.5"},
-    {70, "REINFORCE", "",
-     "--adv-estimator rloo;--adv-estimator remax;--adv-estimator gdpo;--adv-estimator reinforce --norm-mean-type batch "
-     "--norm-std-type group;--adv-estimator gae --lam 0.9;--adv-estimator reinforce_plus_plus_baseline"},
-    {60, "REINFORCE", "", "--pg-variant gpg;--pg-variant gspo;--pg-variant cispo;--pg-variant sapo;--pg-variant topr"},
-    {50, "REINFORCE", "",
-     "--rollout-is token;--rollout-is sequence --rollout-is-threshold 0.5_2;--rollout-is token "
-     "--rollout-is-batch-normalize;--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 0.5,0.1_10"},
-    {20, "REINFORCE", "--rollout-is&--rollout-rs", "--bypass-mode"},
-    {15, "REINFORCE", "", "--bitwise-rollouts"},
-    {30, "REINFORCE", "", "--ppo-epochs 2"},
-    {30, "REINFORCE", "--bypass-mode", "--kl-in-reward;--entropy-coeff 0.01"},
     // In a narrow type a sum of another order soon gives other roundings everywhere. With small steps the runs stay
     // near each other; with 5e-3 gradient norms in fp8 differed by a third after four steps, without any fault.
     {100, "--fp8-format", "", "--lr 3e-4"},
@@ -191,10 +174,10 @@ static const row model_rows[] = {
     {15, "", "latent&output-gate", "--value-channels 6;--value-channels 12"},
     {10, "", "latent", "--attention-value-scale 0.7"},
     {100, "", "", DROPOUT ";" DROPOUT ";--hidden-dropout 0 --attention-dropout 0.2"},
-    {30, "embedding-type", "REINFORCE", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
+    {30, "embedding-type", "", "--mtp-num-layers 1;--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"},
     {50, "--mtp-num-layers 2", "", "--mtp-use-repeated-layer"},
 
-    {20, "", "REINFORCE",
+    {20, "", "",
      "--sft --seq-length 64;--sft --sequence-packing --seq-length 48;--sft --variable-seq-lengths --seq-length "
      "90;--sft "
      "--sequence-packing --variable-seq-lengths --seq-length 64"},
@@ -218,8 +201,7 @@ static const row model_rows[] = {
      "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type global_aux_loss;"
      "--moe-aux-loss-coeff 1e-2 2e-2 5e-3 --moe-router-load-balancing-type seq_aux_loss global_aux_loss aux_loss"},
     {30, EXPERTS, "", "--moe-z-loss-coeff 1e-3"},
-    {10, EXPERTS, "REINFORCE", "--moe-router-force-load-balancing"},
-    {40, EXPERTS "&REINFORCE", "--bypass-mode&sinkhorn", "--router-replay R2;--router-replay R3"},
+    {10, EXPERTS, "", "--moe-router-force-load-balancing"},
     {30, "sigmoid", "", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {10, EXPERTS, "sigmoid&sinkhorn", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02"},
     {20, EXPERTS, "sinkhorn&--sft",
@@ -239,28 +221,28 @@ static const row model_rows[] = {
     {30, "num-layers 4&" EXPERTS, HALVES, PATTERN "M*ME;" PATTERN "EM*-;" PATTERN "*EME"},
     {30, "num-layers 5&" EXPERTS, HALVES, PATTERN "ME*-M;" PATTERN "-M*EM"},
     {30, "num-layers 6&" EXPERTS, HALVES, PATTERN "MEM*EM;" PATTERN "M-*EME"},
-    {40, "hybrid-override-pattern&embedding-type", EXPERTS "&REINFORCE",
+    {40, "hybrid-override-pattern&embedding-type", EXPERTS,
      "--mtp-num-layers 1 --mtp-hybrid-override-pattern *-;--mtp-num-layers 2 --mtp-hybrid-override-pattern - "
      "--mtp-use-repeated-layer;--mtp-num-layers 2 --mtp-hybrid-override-pattern *- --mtp-use-repeated-layer"},
-    {40, "hybrid-override-pattern&embedding-type&" EXPERTS, "REINFORCE",
+    {40, "hybrid-override-pattern&embedding-type&" EXPERTS, "",
      "--mtp-num-layers 1 --mtp-hybrid-override-pattern E;--mtp-num-layers 2 --mtp-hybrid-override-pattern *E "
      "--mtp-use-repeated-layer"},
 
     {15, "", "--sft", "--seq-length 13;--seq-length 21"},
     {100, "", "--seq-length", "--seq-length 16;--seq-length 32;--seq-length 24;--seq-length 12"},
     // Micro-batches whose choices are a multiple of the experts.
-    {25, EXPERTS " 4", "REINFORCE&--seq-length 13&--seq-length 21&--sft&aux-loss&num-groups&expert-bias&sinkhorn",
+    {25, EXPERTS " 4", "--seq-length 13&--seq-length 21&--sft&aux-loss&num-groups&expert-bias&sinkhorn",
      "--moe-router-load-balancing-type quantile_balancing;--moe-router-load-balancing-type quantile_balancing "
      "--moe-router-quantile-balancing-ema 0.5"},
     {10, "", "", "--max-position-embeddings 64"},
-    {30, "", "--sft&REINFORCE",
+    {30, "", "--sft",
      "--tokenizer-type ByteLevel --reset-attention-mask;--tokenizer-type ByteLevel --reset-position-ids "
      "--reset-attention-mask --eod-mask-loss;--tokenizer-type ByteLevel --reset-position-ids"},
-    {100, "", "ByteLevel&REINFORCE", "--vocab-size 61;--vocab-size 128;--vocab-size 67"},
+    {100, "", "ByteLevel", "--vocab-size 61;--vocab-size 128;--vocab-size 67"},
     {30, "ByteLevel", "", "--vocab-size 300"},
     {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
     {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
-    {20, "", "REINFORCE", "--eval-interval 2 --eval-iters 2"},
+    {20, "", "", "--eval-interval 2 --eval-iters 2"},
 };
 
 /* Of a layout, besides its sizes (draw_layout). */
@@ -268,8 +250,6 @@ static const row layout_rows[] = {
     {100, "tensor-model-parallel-size&" EXPERTS, "", "--sequence-parallel"},
     {60, "tensor-model-parallel-size", "sequence-parallel", "--sequence-parallel"},
     {30, "--sequence-parallel", "", "--tp-comm-overlap"},
-    {40, "REINFORCE&tensor-model-parallel-size", "--bitwise-rollouts", "--rollout-tensor-model-parallel-size 1"},
-    {30, "REINFORCE&tensor-model-parallel-size", "rollout-tensor", "--rollout-tensor-model-parallel-size 2"},
     {50, "context-parallel-size", "window", "--cp-comm-type all_gather;--cp-comm-type a2a"},
     {60, "--sft&context-parallel-size", "",
      "--dynamic-context-parallel;--dynamic-context-parallel "
@@ -311,7 +291,7 @@ static const row layout_rows[] = {
      "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm "
      "expert_fc1 moe_act mlp;--fine-grained-activation-offloading --offload-modules attn_norm,core_attn,mlp"},
     {20, "", "", "--deterministic-mode"},
-    {10, "", "REINFORCE", "--rerun-mode validate_results"},
+    {10, "", "", "--rerun-mode validate_results"},
     {10, "", "", "--profile;--log-straggler;--profile --log-straggler"},
     {20, "--save", "", "--async-save"},
     {25, "", "", "--ddp-bucket-size 1000;--ddp-bucket-size 10000;--ddp-bucket-size 1000000"},
@@ -326,13 +306,8 @@ static const row layout_rows[] = {
 };
 
 /* In all runs. The large epsilon keeps AdamW from dividing gradients that are rounding errors by their own size. */
-static const char always[] = "--make-vocab-size-divisible-by 16 --weight-decay 0.5 --adam-eps 1e-3 "
-                             "--init-method-std 0.1";
-
-/* REINFORCE: the model writes responses to prompts; else it reads random tokens. */
-#define PROMPTS "prompts.jsonl"
-static const char of_rl[] =
-    "--stage rl --tokenizer-type ByteLevel --chat-template plain --data-path " PROMPTS " --max-new-tokens 5";
+static const char always[] = "--mock-data --make-vocab-size-divisible-by 16 --weight-decay 0.5 "
+                             "--adam-eps 1e-3 --init-method-std 0.1";
 
 static const char *device = "cpu";
 static int most_ranks = 8;
@@ -479,10 +454,9 @@ static void words_of(command *to, const config *c, part part, const char *furthe
     char texts[LINE], ramp[200], *rest = NULL;
     int unit = c->batch_unit, units = c->batches;
     texts_of(c, part, texts);
-    char *at = strstr(texts, " RAMP"), *rl = strstr(texts, " REINFORCE");
+    char *at = strstr(texts, " RAMP");
     snprintf(ramp, sizeof ramp, "--rampup-batch-size %d %d %d --train-samples %d", unit, unit, 3 * unit, 10 * unit);
     if (at) memset(at, ' ', strlen(" RAMP"));
-    if (rl) memset(rl, ' ', strlen(" REINFORCE"));
     if (!at) snprintf(ramp, sizeof ramp, "--train-iters %d", STEPS);
     if (!at && !strstr(texts, "lr-decay-style")) strcat(ramp, " --lr-decay-style constant");
     if (!strstr(texts, "--eval-interval")) strcat(ramp, " --eval-iters 0");
@@ -496,8 +470,8 @@ static void words_of(command *to, const config *c, part part, const char *furthe
                                  : c->data[part == SECOND] * number_of(texts, "--tensor-model-parallel-size", 1) *
                                        number_of(texts, "--pipeline-model-parallel-size", 1) *
                                        number_of(texts, "--context-parallel-size", 1)};
-    int length = snprintf(to->text, LINE, "--device %s %s %s %s --global-batch-size %d%s %s", device,
-                          rl ? of_rl : "--mock-data", always, ramp, unit * units, texts, further);
+    int length = snprintf(to->text, LINE, "--device %s %s %s --global-batch-size %d%s %s", device, always, ramp,
+                          unit * units, texts, further);
     MT_CHECK(length < LINE);
     memcpy(to->copy, to->text, LINE);
     for (char *word = strtok_r(to->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
@@ -675,8 +649,7 @@ static double tolerance_of(const config *c) {
 static outcome compare_metrics(const char *path, int64_t from, const config *c, mt_error *detail) {
     char text[LINE];
     texts_of(c, ONE_RANK, text);
-    // Losses of a policy are near 0. A draw that rounds otherwise gives another text, as a tie gives another expert.
-    bool has_experts = strstr(text, EXPERTS) != NULL, draws = strstr(text, "REINFORCE") != NULL;
+    bool has_experts = strstr(text, EXPERTS) != NULL;
     double tolerance = tolerance_of(c);
     json_t *expected = read_metrics("one.jsonl"), *actual = read_metrics(path), *wanted, *value;
     const char *iteration, *key;
@@ -689,12 +662,11 @@ static outcome compare_metrics(const char *path, int64_t from, const config *c, 
         json_object_foreach(wanted, key, value) {
             const json_t *other = json_object_get(found, key);
             double a = json_number_value(other), b = json_number_value(value);
-            bool good = json_is_number(value)
-                            ? json_is_number(other) && fabs(a - b) <= tolerance * (draws ? fmax(fabs(b), 1) : fabs(b))
-                            : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
+            bool good = json_is_number(value) ? json_is_number(other) && fabs(a - b) <= tolerance * fabs(b)
+                                              : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
             bool near = json_is_number(value) && json_is_number(other) &&
-                        (draws || (has_experts ? is_routed(key) || fabs(a - b) <= TIE_TOLERANCE * fabs(b)
-                                               : atoll(iteration) > 1 && fabs(a - b) <= GROWTH_TOLERANCE * fabs(b)));
+                        (has_experts ? is_routed(key) || fabs(a - b) <= TIE_TOLERANCE * fabs(b)
+                                     : atoll(iteration) > 1 && fabs(a - b) <= GROWTH_TOLERANCE * fabs(b));
             if (is_measured(key) || (!chooses_alike && is_routed(key))) continue;
             compared++;
             if (good || result >= (near ? NEARLY : FAILED)) continue;
@@ -827,14 +799,6 @@ static void report_failure(config *c, outcome how, mt_error *detail, long long s
 /* ---- the program ------------------------------------------------------------------------------------------------- */
 
 /* Finds train and what mpirun is, and enters an empty folder, in memory if possible. */
-/* 40 prompts; what they ask does not matter. */
-static void write_prompts(void) {
-    FILE *file = fopen(PROMPTS, "w");
-    for (int i = 0; i < 40 && file; i++)
-        fprintf(file, "{\"prompt\": \"%.*s%d\", \"answer\": \"%c\"}\n", i % 5, "abcde", i, 'a' + i % 26);
-    if (!file || fclose(file) != 0) mt_die("%s/" PROMPTS ": %s", root, strerror(errno));
-}
-
 static void prepare(void) {
     const char *bin = getenv("MT_BIN"), *limit = getenv("FUZZ_TIMEOUT");
     char name[4200], *absolute;
@@ -853,7 +817,6 @@ static void prepare(void) {
                                   "OMP_NUM_THREADS=1"};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) putenv(settings[i]);
     if (make_root(NULL) != 0 || chdir(root) != 0) mt_die("%s: %s", root, strerror(errno));
-    write_prompts();
 }
 
 int main(int argc, char **argv) {

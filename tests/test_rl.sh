@@ -290,7 +290,7 @@ gap_is_zero() {
 
 # Dense models with windows and biases, experts and latent attention, with and without tensor parallelism.
 bitwise_rollouts_equal_training() {
-    shape="--num-layers 3 --hidden-size 48 --num-attention-heads 4 --swiglu --normalization RMSNorm
+    shape="--num-layers 4 --hidden-size 48 --num-attention-heads 4 --swiglu --normalization RMSNorm
         --position-embedding-type rope"
     set -- --stage rl --tokenizer-type ByteLevel --data-path "$work/rl.jsonl" --seq-length 200 --max-new-tokens 190 \
         --micro-batch-size 4 --log-interval 1 --overwrite --rollout-batch-size 2 --num-return-sequences 4 \

@@ -839,7 +839,7 @@ EOF
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
     refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
-        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R2=mode can only be disabled' \
+        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
