@@ -24,6 +24,7 @@
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make calibrate     measure this machine's GPUs for train --plan: OUT=machine.json, BASE=data/machines/h200.json
+## make bench-bitwise  measure what --bitwise-rollouts costs on the CPU
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
 ## make bench-fp8     train a small model in bf16 and with every fp8 recipe, compare losses; DEVICE=cuda STEPS=n
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
@@ -115,7 +116,7 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: test-all test-slow mini kernels examples has-mpicc has-nvcc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: calibrate bench-fp8 needs times
+.PHONY: calibrate bench-bitwise bench-fp8 needs times
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
 	format format-check clean FORCE
 all:
@@ -413,6 +414,9 @@ calibrate: $(B)/tests/bench_calibrate
 		if [ "$$gpus" -gt 1 ] && [ -n '$(HAVE_MPI)' ]; then launch="mpirun -np $$gpus"; fi; \
 		OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $$launch $< \
 		$(or $(BASE),data/machines/h200.json) $(or $(OUT),machine.json)
+
+bench-bitwise: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_bitwise.sh $(ARGS)
 
 bench-experts: all
 	@mkdir -p $(B)/tests

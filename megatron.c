@@ -1297,6 +1297,22 @@ static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_
         mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
+/* Batch-invariant forwards: whatever else is in the batch, the numbers of a token have the same bits. Then generation,
+ * whose batches are single tokens, and training, whose batches are whole sequences, compute the same log-probabilities.
+ * Of the process, as the kernels of a library are. */
+static bool mt_is_batch_invariant;
+
+void mt_cpu_batch_invariant(bool invariant) {
+    mt_is_batch_invariant = invariant;
+}
+
+/* A product of a forward: mt_matmul's, or, batch-invariant, that whose sums of a row do not depend on the number of
+ * rows: a library takes other kernels for other shapes. */
+static void mt_matmul_forward(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate) {
+    (mt_is_batch_invariant ? mt_matmul_plain : mt_matmul)(c, stride, a, b, M, N, K, accumulate);
+}
+
 /* A block of x as floats: in place for fp32, else converted into scratch. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
@@ -1401,7 +1417,7 @@ static mt_matrix mt_linear_operand(const mt_linear_blocks *b, float *scratch, co
 /* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
 static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias, mt_dtype dtype) {
     int64_t K = a->K;
-    if (a->M <= 8 && a->x_stride == 0) {
+    if (a->M <= 8 && a->x_stride == 0 && !mt_is_batch_invariant) {
         mt_linear_forward_small(a->y, a->x, a->w, bias, a->M, a->N, K, dtype);
         return;
     }
@@ -1417,7 +1433,7 @@ static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias
             const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (add ? rows : 0); r++) memcpy(y + r * stride, add, (size_t)columns * sizeof *add);
-            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
+            mt_matmul_forward(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
             if (!b.in_place) mt_matrix_store(a->y, at, y, rows, columns, b.y_stride, a, dtype);
         }
     }
@@ -2234,13 +2250,14 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
+    if (mt_is_batch_invariant) first -= first % MT_KEYS; // blocks of keys do not depend on the block of queries
     for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
         columns = mt_min(MT_KEYS, last - j0);
         if (call->pages.table) // a block lies in one page
             columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         b.j0 = j0, b.columns = columns;
         mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
-        mt_matmul(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
+        mt_matmul_forward(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -2248,7 +2265,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
+        mt_matmul_forward(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -2783,30 +2800,47 @@ static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
 
-static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    const int64_t T = a->T, count = a->count;
-    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
-    mt_scratch scratch = mt_scratch_reserve(count);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
-        float max = k * mt_row_max(x, count), *row = a->stats + t;
-        double sum = 0, weighted = 0;
-        for (int64_t block = 0; block < count; block += MT_BLOCK) {
-            float block_sum = 0, block_weighted = 0;
+/* The four numbers of a row's share x[count] of the vocabulary: the maximum, the sum of exp(x - maximum), the label's
+ * logit or 0, the sum of exp(x - maximum) x, or with `squares` of exp(x - maximum)^2, all of k times the logits. One
+ * function, which is not compiled anew for some arguments, so that training and generation have the same bits. */
+#if defined __clang__
+__attribute__((noinline))
+#elif defined __GNUC__
+__attribute__((noinline, noclone))
+#endif
+static void
+mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, int64_t label, float k,
+                     bool has_entropy, bool squares) {
+    float max = k * mt_row_max(x, count);
+    double sum = 0, weighted = 0;
+    for (int64_t block = 0; block < count; block += MT_BLOCK) {
+        float block_sum = 0, block_weighted = 0;
 #pragma omp simd reduction(+ : block_sum, block_weighted)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
-                float e = mt_exp(k * x[i] - max);
-                block_sum += e;
-                block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
-            }
-            sum += block_sum;
-            weighted += block_weighted;
+        for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
+            float e = mt_exp(k * x[i] - max);
+            block_sum += e;
+            block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
         }
-        int64_t label = a->labels[t] - a->first;
-        row[0] = max, row[T] = (float)sum;
-        row[2 * T] = label >= 0 && label < count ? k * x[label] : 0.0f;
-        if (a->entropy) row[3 * T] = (float)weighted;
+        sum += block_sum;
+        weighted += block_weighted;
+    }
+    for (int64_t i = 0; i < (squares ? count : 0); i++) {
+        double e = mt_exp(k * x[i] - max);
+        weighted = (i > 0 ? weighted : 0) + e * e;
+    }
+    row[0] = max, row[stride] = (float)sum;
+    row[2 * stride] = label >= 0 && label < count ? k * x[label] : 0.0f;
+    if (has_entropy) row[3 * stride] = (float)weighted;
+}
+
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
+    mt_scratch scratch = mt_scratch_reserve(a->count);
+#pragma omp parallel for if (a->T * a->count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, a->count, dtype);
+        mt_cross_entropy_row(a->stats + t, a->T, x, a->count, a->labels[t] - a->first, k, a->entropy != NULL,
+                             a->squares);
     }
 }
 
@@ -2822,7 +2856,7 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (a->entropy) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += (a->squares ? scale : 1) * scale * (double)share[3 * T];
         }
         row[0] = max, row[T] = (float)sum, row[2 * T] = (float)target;
         if (a->entropy) row[3 * T] = (float)weighted;
@@ -2834,7 +2868,8 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
         a->lse[t] = (float)log_sum, a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
-        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
+        double share = a->entropy ? (double)row[3 * a->T] / (double)row[a->T] : 0;
+        if (a->entropy) a->entropy[t] = (float)(a->squares ? share / (double)row[a->T] : log_sum - share);
     }
 }
 
@@ -2971,6 +3006,21 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
     return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
+/* The same with the bits of training, whose ranks have `columns` of the vocabulary each. */
+static float mt_token_training_logp(const float *logits, int64_t V, int32_t token, float scale, int64_t columns) {
+    int64_t ranks = mt_divide_up(V, columns);
+    float *parts = mt_malloc(4 * ranks * 4), stats[4] = {0}, lse, logp, entropy, k = scale > 0 ? scale : 1;
+    for (int64_t r = 0; r < ranks; r++)
+        mt_cross_entropy_row(parts + 4 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
+                             token - r * columns, k, true, false);
+    mt_cross_entropy_args a = {
+        .T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp, .entropy = &entropy};
+    if (ranks > 1) mt_cpu_cross_entropy_combine(&a, parts, ranks, NULL);
+    mt_cpu_cross_entropy_loss(&a, NULL);
+    free(parts);
+    return logp;
+}
+
 /* Samples from scores[V]: the logits, or the logits after penalties. */
 static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
                                 double uniform, int32_t *order) {
@@ -2978,7 +3028,10 @@ static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
+    if (sampling->logprobs && sampling->training_columns > 0)
+        drawn.logp = mt_token_training_logp(logits, V, drawn.token, sampling->logp_scale, sampling->training_columns);
+    else if (sampling->logprobs)
+        drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 
@@ -5537,6 +5590,30 @@ static double mt_loss_weight(const mt_aggregation *a, int64_t counted, mt_loss_s
 
 /* ---- policies */
 
+static const mt_policy_kind mt_policy_kinds[] = {
+    [MT_POLICY_PPO] = {.clips = true},
+    [MT_POLICY_VANILLA] = {.clips = true},
+    [MT_POLICY_GSPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_CISPO] = {.clips = true},
+    [MT_POLICY_GMPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_GPG] = {0},
+    [MT_POLICY_SAPO] = {.mean_of_means = true},
+    [MT_POLICY_DPPO_TV] = {.clips = true},
+    [MT_POLICY_DPPO_KL] = {.clips = true},
+    [MT_POLICY_DRO] = {0},
+    [MT_POLICY_KIMI15] = {0},
+    [MT_POLICY_KL_COV] = {.selects = true, .kl_is_absolute = true},
+    [MT_POLICY_CLIP_COV] = {.clips = true, .selects = true},
+    [MT_POLICY_TIS] = {0},
+    [MT_POLICY_TOPR] = {.selects = true},
+    [MT_POLICY_OPMD] = {0},
+    [MT_POLICY_SPPO] = {.clips = true},
+};
+
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant) {
+    return &mt_policy_kinds[variant];
+}
+
 /* The policy loss of one token and its derivative by logp. */
 typedef struct mt_policy_term {
     double loss, dlogp;
@@ -5706,21 +5783,21 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
     double x = mt_bounded(mt_log_ratio(t, i), -20, 20);
-    sums->metrics[MT_POLICY_PPO_KL] += c->variant == MT_POLICY_KL_COV ? fabs(x) : -x;
+    sums->metrics[MT_POLICY_PPO_KL] += mt_policy_kinds[c->variant].kl_is_absolute ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
 
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
-    bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
+    const mt_policy_kind *kind = &mt_policy_kinds[c->variant];
     mt_aggregation aggregation = c->aggregation;
-    if (by_sequence || c->variant == MT_POLICY_SAPO) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (kind->mean_of_means) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
     for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
         double weight = mt_loss_weight(&aggregation, counted, sums);
         mt_policy_sequence sequence = {0};
-        if (by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
+        if (kind->by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
         for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++)
             if (t->mask[i] != 0) mt_policy_add(t, c, i, weight, &sequence, sums);
     }
@@ -7152,6 +7229,10 @@ struct mt_model {
     mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
+    mt_routes *routes;                     // routing replay; NULL: none
+    bool replays_routes;                   // it takes experts from there; else it writes them
+    mt_routes *kept;                       // of the rows of the cache; NULL: not kept
+    bool scores_squares;                   // see mt_model_score_squares
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
     float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
@@ -8962,6 +9043,71 @@ static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w,
                           p->stream);
 }
 
+void mt_model_score_squares(mt_model *m, bool squares) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->scores_squares = squares;
+}
+
+int64_t mt_routes_size(const mt_options *o, int64_t rows) {
+    return mt_num_expert_layers(o) > 0 ? rows * o->num_layers * o->moe_router_topk : 0;
+}
+
+void mt_model_use_routes(mt_model *m, mt_routes *routes, bool replay) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->routes = routes, m->replays_routes = replay;
+}
+
+void mt_model_keep_routes(mt_model *m) {
+    MT_CHECK(m->ops == &mt_cpu_ops && m->plan.cache_rows > 0);
+    if (m->kept) return;
+    m->kept = mt_model_calloc(m, (int64_t)sizeof *m->kept);
+    *m->kept = (mt_routes){.num_layers = m->options->num_layers, .topk = m->options->moe_router_topk};
+    m->kept->experts = mt_model_calloc(m, mt_routes_size(m->options, m->plan.cache_rows) * 4);
+}
+
+/* The experts of layer `number` for a row of a table. */
+static float *mt_routes_at(const mt_routes *routes, int64_t row, int64_t number) {
+    return routes->experts + (row * routes->num_layers + number) * routes->topk;
+}
+
+static bool mt_experts_differ(const int32_t *chosen, const float *others, int64_t k) {
+    bool differs = false;
+    for (int64_t i = 0; i < k; i++) {
+        bool found = false;
+        for (int64_t j = 0; j < k; j++) found |= (int32_t)others[j] == chosen[i];
+        differs |= !found;
+    }
+    return differs;
+}
+
+/* Writes the experts[R, k] that a pass has chosen to a table, or replaces them by those of a table, with their
+ * probabilities. Layers of multi-token prediction choose on their own. */
+static void mt_replay_routes(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, int32_t *experts,
+                             float *probs) {
+    const mt_router *router = &m->experts->router;
+    mt_routes *routes = p->decode ? m->kept : m->routes;
+    int64_t k = router->topk, E = router->num_experts;
+    if (!routes || w->number >= routes->num_layers) return;
+    float *slice = mt_scratch_grow(E);
+    for (int64_t t = 0; t < p->rows; t++, experts += k, probs += k) {
+        int64_t row = p->decode ? p->batch->cache_rows[t] : p->batch->token_index[p->first_row + t];
+        if (row < 0 || experts[0] < 0) continue; // padding
+        float *kept = mt_routes_at(routes, row, w->number);
+        if (p->decode || !m->replays_routes) {
+            for (int64_t j = 0; j < k; j++) kept[j] = (float)experts[j];
+            continue;
+        }
+        if (kept[0] < 0 || isnan(probs[0])) continue;
+        if (p->training && !p->replay) {
+            routes->replayed += 1;
+            routes->differing += mt_experts_differ(experts, kept, k);
+        }
+        for (int64_t j = 0; j < k; j++) experts[j] = (int32_t)kept[j];
+        mt_route_weigh(probs, experts, r->logits + t * E, slice, router);
+        for (int64_t j = 0; j < k; j++) probs[j] *= router->scaling;
+    }
+}
+
 /* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
@@ -8979,6 +9125,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                                                .probs = r->probs + own, .experts = r->experts + own,
                                                .invalid = mt_invalid_count(e, p, w)},
                               p->stream);
+    mt_replay_routes(m, p, w, r, r->experts + own, r->probs + own);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
@@ -10797,6 +10944,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
     mt_loss_args a = {&cross_entropy, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
     cross_entropy.logp = logp;
     if (entropy) cross_entropy.entropy = entropy;
+    cross_entropy.squares = m->scores_squares && !p->training;
     mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
     if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
 }
@@ -15566,6 +15714,9 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
+    if (m->kept)
+        memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
+               (size_t)mt_routes_size(m->options, copy->rows) * 4);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
         if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
         int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
@@ -15999,6 +16150,16 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
     return 0;
 }
 
+/* Copies the experts of an ended sequence's tokens from the cache. */
+static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *sequence) {
+    const mt_batcher *b = g->batcher;
+    const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
+    int64_t rows = b->plan.page_rows, width = mt_routes_size(g->model->options, 1);
+    for (int64_t at = 0; at + 1 < sequence->num_tokens; at++)
+        memcpy(sequence->routes + at * width, mt_routes_at(g->model->kept, pages[at / rows] * rows + at % rows, 0),
+               (size_t)width * 4);
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
@@ -16011,6 +16172,10 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
         status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
+    }
     return status;
 }
 

@@ -472,6 +472,12 @@ typedef enum mt_adv_estimator {
     MT_ADV_GPG,        // (score - the group's mean) times all responses by those with a score (2504.02546)
     MT_ADV_GRPO_PASSK, // the group's best: its lead, also divided by the deviation; others 0 (2503.19595)
     MT_ADV_REMAX,      // the discounted return - the score of a greedy response (2310.10505)
+    MT_ADV_GDPO,       // the weighted sum of GRPO's for each of several rewards, whitened (2601.05242)
+    MT_ADV_GIGPO,      // GRPO's of whole responses and of their steps, each with a weight (2505.10978); with one turn,
+                       // a response is its step
+    MT_ADV_STEP_REINFORCE,         // ROLL: REINFORCE's of the steps
+    MT_ADV_OPTIMAL_TOKEN_BASELINE, // the return - at each step, the mean of those of the group's responses, weighted by
+                                   // the squared norms of their gradients by the logits so far (verl)
 } mt_adv_estimator;
 /* Divergences of the student p from the teacher q, softmaxes of K logits. */
 typedef enum mt_divergence_type {
@@ -1996,6 +2002,7 @@ typedef struct mt_cross_entropy_args {
                                    // rank holds it), sum exp(x - max) x; [3, T] without entropy
     float *logp;                   // [T] log-probability of the label
     float *entropy;                // [T] of the distribution, in nats; NULL: not wanted
+    bool squares;                  // on the CPU, without dentropy: `entropy` is the sum of p^2 instead
     float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
@@ -2010,6 +2017,9 @@ typedef struct mt_sampling {
     uint64_t seed;
     bool logprobs;    // compute mt_sampled.logp
     float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
+    /* on the CPU: mt_sampled.logp has the bits of a cross-entropy over ranks with this number of columns of the
+     * vocabulary each; 0: it is nearer to the exact value */
+    int64_t training_columns;
 } mt_sampling;
 
 /* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
@@ -2461,6 +2471,11 @@ extern const mt_ops mt_cpu_ops;
  * kernels of a much older processor than this one; else NULL. */
 const char *mt_cpu_products_note(mt_dtype dtype);
 
+/* From now on (or no longer) the forwards of the CPU are batch-invariant: a token's numbers do not depend on the other
+ * tokens of a batch, neither on their number. Attention with a cache has them with pages of 128 rows or a multiple.
+ * Products are by this library's own kernels. Mixers with states and fp8 are as before. */
+void mt_cpu_batch_invariant(bool invariant);
+
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
@@ -2874,6 +2889,16 @@ typedef struct mt_policy_config {
     double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
 } mt_policy_config;
+
+/* A row of the table of policy losses: operands that only some of them read. */
+typedef struct mt_policy_kind {
+    bool clips;          // clip_ratio_low and clip_ratio_high are a range that the user chooses
+    bool selects;        // mt_loss_tokens.selected
+    bool by_sequence;    // a ratio is that of a sequence, not of a token
+    bool mean_of_means;  // always takes MT_SEQ_MEAN_TOKEN_MEAN
+    bool kl_is_absolute; // MT_POLICY_PPO_KL sums |old_logp - logp|
+} mt_policy_kind;
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant);
 
 /* Metrics of mt_policy_loss; divisor: MT_POLICY_TOKENS. */
 enum {
@@ -3491,6 +3516,10 @@ void mt_model_replay(mt_model *model);
  * the losses of multi-token prediction. */
 void mt_model_backward(mt_model *model);
 
+/* From now on (or no longer) scoring yields the sum of the squared probabilities of each token's distribution in place
+ * of its entropy. On the CPU. */
+void mt_model_score_squares(mt_model *model, bool squares);
+
 /* Copies results of the last forward to the host: logp[T], the log-probability of every token's label; entropy[T]; and
  * logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model calls it and gets them. */
 void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
@@ -3506,6 +3535,25 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
 void mt_model_decode_sample(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, const mt_sampling *sampling, const double *uniforms, mt_sampled *sampled);
+
+/* Routing replay, on the CPU: the experts of a token, chosen in one pass, are used in others. The probabilities of the
+ * chosen experts are those of the pass at hand. */
+typedef struct mt_routes {
+    int64_t num_layers, topk; // of the whole model; layers without experts, and those of other ranks, are not touched
+    float *experts;           // [rows, num_layers, topk] row token_index of a token; -1: none
+    double replayed;          // choices of a token and a layer that training has replayed, not counting recomputation
+    double differing;         // replayed choices that are not the router's own
+} mt_routes;
+
+/* Elements of mt_routes.experts for `rows` rows; 0: no layer has experts. */
+int64_t mt_routes_size(const mt_options *options, int64_t rows);
+
+/* From now on, all forwards but generation's write the chosen experts to `routes` (replay false), or take the experts
+ * of that table; NULL: neither. */
+void mt_model_use_routes(mt_model *model, mt_routes *routes, bool replay);
+
+/* From now on, generation keeps the experts of the tokens in the cache, for mt_sequence.routes. */
+void mt_model_keep_routes(mt_model *model);
 
 /* Copies rows of the cache, in all layers, before the next forward. */
 typedef struct mt_cache_copy {
@@ -3851,7 +3899,9 @@ typedef struct mt_sequence {
     int64_t max_tokens; // the sequence ends at this length
     float *logps;       // [max_tokens - num_prompt] of the generated tokens: mt_sampled.logp; NULL: not kept
     float *sampled_logps;
-    int64_t slot; // of the cache while it runs; -1: it waits or has ended
+    float *routes; // mt_routes.experts of all tokens but the last, written at the end on ranks that computed it, for
+                   // their layers; NULL: not kept
+    int64_t slot;  // of the cache while it runs; -1: it waits or has ended
     mt_finish finish;
 } mt_sequence;
 

@@ -648,9 +648,11 @@ EOF
     sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/correct.yaml" &&
         prints "$work/correct.yaml" actor_train && sets algorithm.rollout_correction.rollout_is rollout-is token &&
         sets algorithm.rollout_correction.rollout_is_threshold rollout-is-threshold 2.0 || return 1
-    sed 's/bypass_mode: false/bypass_mode: true/' "$work/later.yaml" >"$work/bad.yaml" &&
-        refused 'bypass_mode is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
-        sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
+    sed 's/bypass_mode: false/bypass_mode: true/; s/use_remove_padding: true/&, router_replay: {mode: R3}/' \
+        "$work/later.yaml" >"$work/bypass.yaml" && prints "$work/bypass.yaml" actor_train &&
+        sets algorithm.rollout_correction.bypass_mode bypass-mode true &&
+        sets actor_rollout_ref.actor.megatron.router_replay.mode router-replay R3 || return 1
+    sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'bad.yaml:8: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config && sed 's/router: false/router: true/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'freeze_moe_router can only be false' "$train" --config "$work/bad.yaml" --role actor_train \
@@ -689,6 +691,22 @@ every_policy_loss_runs() {
     sed 's/token$/seq/; s/, pg_variant: vanilla//' "$work/loss.yaml" >"$work/sequences.yaml"
     prints "$work/sequences.yaml" actor_train && sets importance_sampling pg-variant gspo &&
         sets dual_clip_loss clip-ratio-c 1.4
+}
+
+# ROLL's normalisation of rewards, by its present names and its earlier ones.
+rewards_are_normalised_as_rolls() {
+    printf '%s\n' 'adv_estimator: step_reinforce' 'actor_train: {model_args: {}}' 'norm_mean_type: batch' \
+        'norm_std_type: group' >"$work/norm.yaml"
+    prints "$work/norm.yaml" actor_train && sets adv_estimator adv-estimator step_reinforce &&
+        sets norm_mean_type norm-mean-type batch && sets norm_std_type norm-std-type group || return 1
+    printf '%s\n' 'adv_estimator: reinforce' 'actor_train: {model_args: {}}' 'reward_norm: batch' \
+        'reward_shift: false' >"$work/norm.yaml"
+    prints "$work/norm.yaml" actor_train && sets reward_norm norm-mean-type batch && shows norm-std-type batch &&
+        sed 's/false/true/' "$work/norm.yaml" >"$work/shift.yaml" && prints "$work/shift.yaml" actor_train &&
+        sets reward_norm norm-mean-type batch && ! shows norm-std-type batch || return 1
+    sed 's/batch/running/' "$work/norm.yaml" >"$work/running.yaml" &&
+        refused 'running statistics: take batch or group' "$train" --config "$work/running.yaml" --role actor_train \
+            --print-config
 }
 
 # One option sets the estimators of both divergences. verl's kl_loss_type is the one in the loss, kl_penalty the one in
@@ -826,7 +844,7 @@ EOF
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
     refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
-        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R2=mode can only be disabled' \
+        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
@@ -911,7 +929,7 @@ trainer:
 EOF
     refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
         return 1
-    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus; do
+    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus remax; do
         loss=token-mean
         [ $type = gspo ] && loss=seq-mean-token-mean
         sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
@@ -1501,6 +1519,7 @@ check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
 check every_policy_loss_runs every_policy_loss_runs
+check rewards_are_normalised_as_rolls rewards_are_normalised_as_rolls
 check divergences_have_their_estimators divergences_have_their_estimators
 check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read

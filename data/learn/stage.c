@@ -31,10 +31,6 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     stage->loss.metrics = stage->metrics;
 }
 
-bool mt_policy_selects(mt_policy_variant variant) {
-    return variant == MT_POLICY_KL_COV || variant == MT_POLICY_CLIP_COV || variant == MT_POLICY_TOPR;
-}
-
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
     *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
@@ -78,7 +74,7 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
         if (o->rollout_is != MT_ROLLOUT_IS_NONE) stage->loss.inputs |= 1 << MT_ROLLOUT_WEIGHTS;
-        if (mt_policy_selects(o->pg_variant)) stage->loss.inputs |= 1 << MT_SELECTED;
+        if (mt_policy_kind_of(o->pg_variant)->selects) stage->loss.inputs |= 1 << MT_SELECTED;
         choose_policy_metrics(stage);
         break;
     case MT_STAGE_KD:

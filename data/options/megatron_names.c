@@ -175,7 +175,6 @@ static const struct {
     {MT_NAME_ALWAYS, "nothing is compiled in a step", "compile-warmup", "true|false"},
     {MT_NAME_ALWAYS, "gradients are reduced once they are complete", "delay-grad-reduce", "true|false"},
     {MT_NAME_ALWAYS, "the optimizer's state loads on any layout", "distrib-optim-fully-reshardable", "true|false"},
-    {MT_NAME_ALWAYS, "training routes tokens itself", "moe-enable-routing-replay", "false"},
     {MT_NAME_ALWAYS, "kernels of other devices", "use-flash-attn-npu-batch-invariant", "false"},
     {MT_NAME_NAMED, "--lr-decay-iters or --lr-decay-samples", "lr-decay-steps"},
     {MT_NAME_NAMED, "--lr-warmup-iters or --lr-warmup-samples", "lr-warmup-steps"},
@@ -408,7 +407,7 @@ static const struct {
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
     {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction", "mtp-detach-heads mtp-hsm mtp-standalone"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
-     "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
+     "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input "
      "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "
      "moe-router-topk-limited-devices moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits "
      "moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path "

@@ -30,6 +30,16 @@ typedef enum mt_checkpoint_format {
     MT_CHECKPOINT_FSDP_DTENSOR // Megatron-FSDP's word for parameters that ranks share: the first, until options finish
 } mt_checkpoint_format;
 
+/* --norm-mean-type, --norm-std-type: over which responses rewards are normalised. */
+typedef enum mt_reward_norm { MT_REWARD_NORM_NONE, MT_REWARD_NORM_BATCH, MT_REWARD_NORM_GROUP } mt_reward_norm;
+
+/* --router-replay: the experts that training takes. */
+typedef enum mt_router_replay {
+    MT_ROUTER_REPLAY_DISABLED, // the router's
+    MT_ROUTER_REPLAY_R2,       // those of the old policy, when it scored the responses
+    MT_ROUTER_REPLAY_R3,       // those of the generator; the old policy scores with them too
+} mt_router_replay;
+
 /* --rollout-is: weights of tokens that correct the policy's loss for a generator that differs from training. */
 typedef enum mt_rollout_is {
     MT_ROLLOUT_IS_NONE,
@@ -127,11 +137,16 @@ typedef struct mt_run_options {
     double topr_positive_weight, topr_negative_weight, kl_cov_ratio, ppo_kl_coef, clip_cov_ratio, clip_cov_lb,
         clip_cov_ub;
     mt_rollout_is rollout_is; // see mt_options_correction
-    bool rollout_is_batch_normalize;
+    bool rollout_is_batch_normalize, bitwise_rollouts, moe_enable_routing_replay;
+    mt_router_replay router_replay;
     char *rollout_is_threshold, *rollout_rs, *rollout_rs_threshold;
     mt_loss_aggregation loss_agg_mode;
     mt_kl_type kl_loss_type;
-    mt_reward_kind reward;
+    mt_ints reward; // mt_reward_kind of each
+    mt_reals reward_weights;
+    mt_reward_norm norm_mean_type, norm_std_type;
+    double episode_reward_weight, step_reward_weight;
+    bool bypass_mode;
     char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
     double reward_timeout_seconds, critic_lr;
     /* models that take turns; a size of 0: see mt_model_role_sizes */
