@@ -1422,6 +1422,7 @@ static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias
         return;
     }
     mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    b.is_bf16 &= !mt_is_batch_invariant;
     for (int64_t t = 0; t < a->M; t += b.T) {
         int64_t rows = mt_min(b.T, a->M - t);
         mt_matrix x = mt_linear_operand(&b, b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
