@@ -500,7 +500,7 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     if (o->convert && o->ckpt_format == MT_CHECKPOINT_TORCH)
         return mt_error_set(error, "--ckpt-format torch: that format is read only; --convert writes huggingface, or "
                                    "torch_dist");
-    if (o->stack.stage != MT_STAGE_PT) o->sft = true;
+    if (o->stack.stage != MT_STAGE_PT && o->kd_data == MT_KD_OF_SFT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
