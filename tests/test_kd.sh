@@ -195,6 +195,11 @@ megatron_names_mean_the_same() {
             --kd-data pretraining --kd-balance all --kd-loss-scale 2 --kd-temperature 2 \
             --kd-hidden-layers decoder.final_layernorm:decoder.final_layernorm >"$work/out" 2>"$work/err" &&
         same "$work/a.jsonl" "$work/b.jsonl" 0 || return 1
+    # a teacher of Megatron-LM
+    # shellcheck disable=SC2086
+    "$train" $(echo "$text" | sed 's/257/100/') --num-layers 1 --hidden-size 8 --num-attention-heads 2 --lr 1e-3 \
+        --eval-iters 0 --export-kd-teacher-load tests/golden/megatron_dist/dense --export-kd-cfg "$work/kd.yaml" \
+        >"$work/out" 2>"$work/err" && says 'hidden-state loss' "$work/out" || return 1
     # a file that is not there yet stays a name
     # shellcheck disable=SC2086
     "$train" $text $hidden --export-kd-teacher-load none --export-kd-cfg none.yaml --print-config >"$work/out" \

@@ -697,7 +697,7 @@ static int mt_buckets_list(mt_buckets *b, const mt_pickled *entries, mt_error *e
         if (strncmp(name, "optimizer.", 10) == 0) {
             mt_bucket_tensor *t = &b->tensors[b->num_tensors];
             if (!mt_bucket_name_read(name, t)) continue;
-            if (num_dims != 1) return mt_megatron_bad_entry(b->c, name, error);
+            if (num_dims != 1 || shape[0] > INT64_MAX / 16) return mt_megatron_bad_entry(b->c, name, error);
             t->name = name, t->entry = entry, t->size = shape[0], b->num_tensors++;
             continue;
         }
@@ -707,6 +707,9 @@ static int mt_buckets_list(mt_buckets *b, const mt_pickled *entries, mt_error *e
         int64_t lead = w->parts.has_layers;
         if (num_dims < lead + 1 || num_dims > lead + 2) return mt_megatron_bad_entry(b->c, name, error);
         w->layers = lead ? shape[0] : -1, w->rows = shape[lead], w->cols = num_dims > lead + 1 ? shape[lead + 1] : 1;
+        int64_t elements;
+        if (__builtin_mul_overflow(w->rows, w->cols, &elements) || elements > INT64_MAX / 16)
+            return mt_megatron_bad_entry(b->c, name, error);
         b->num_weights++;
     }
     return 0;
@@ -762,6 +765,19 @@ static int64_t mt_bucket_aligned(int64_t at) {
     return mt_divide_up(at, MT_BUCKET_ALIGNMENT) * MT_BUCKET_ALIGNMENT;
 }
 
+/* True for the first matrix of an MLP with a gate: a rank has its rows of the gate, then those of the other half. */
+static bool mt_bucket_is_gated(const mt_buckets *b, const mt_bucket_weight *w) {
+    return b->layout.gated && strstr(w->parts.text, "mlp.linear_fc1.") &&
+           mt_megatron_cut_of(w->parts.text) == MT_MEGATRON_ROWS;
+}
+
+/* True if the tensor ranks have equal parts of a matrix, with a gate of both of its halves. */
+static bool mt_bucket_divides(const mt_buckets *b, const mt_bucket_weight *w) {
+    mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
+    int64_t parts = b->layout.tp * (mt_bucket_is_gated(b, w) ? 2 : 1);
+    return cut == MT_MEGATRON_WHOLE || (cut == MT_MEGATRON_ROWS ? w->rows : w->cols) % parts == 0;
+}
+
 /* Gives the parameters their places in the buckets of a buffer; false: they do not fill them. */
 static bool mt_bucket_place_params(mt_buckets *b, int64_t group, int64_t buffer) {
     int64_t bucket = 0, end = 0;
@@ -773,7 +789,7 @@ static bool mt_bucket_place_params(mt_buckets *b, int64_t group, int64_t buffer)
             in = mt_bucket_find(b, group, buffer, ++bucket, MT_STATE_MASTER), first = 0;
             if (!in) return false;
         }
-        if (first > in->size || count > in->size - first) return false;
+        if (first > in->size || count > in->size - first || !mt_bucket_divides(b, param->weight)) return false;
         param->bucket = bucket, param->first = first, end = first + count;
     }
     return in && (end == in->size || mt_bucket_aligned(end) == in->size) &&
@@ -786,8 +802,7 @@ static int mt_bucket_add_elements(mt_buckets *b, const mt_bucket_param *param, i
                                   mt_error *error) {
     const mt_bucket_weight *w = param->weight;
     mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
-    bool gated = b->layout.gated && strstr(w->parts.text, "mlp.linear_fc1.") && cut == MT_MEGATRON_ROWS;
-    int64_t halves = gated ? 2 : 1, block = param->rows / halves;
+    int64_t halves = mt_bucket_is_gated(b, w) ? 2 : 1, block = param->rows / halves;
     while (count > 0) {
         int64_t row = first / param->cols, col = first % param->cols, in_block = row % block;
         bool whole = col == 0 && count >= param->cols;

@@ -113,7 +113,7 @@ const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_run_options *
 /* Models beside the one that trains are whole. */
 static int refuse_adapter(const char *folder, mt_error *error) {
     char *found = mt_checkpoint_resolve(folder, error);
-    bool whole = found && mt_folder_has(found, "config.json");
+    bool whole = found && (mt_folder_has(found, "config.json") || mt_folder_is_megatron(found));
     if (found && !whole)
         mt_error_set(error,
                      "%s: holds an adapter; take a whole model, which infer --merge-adapter makes of an adapter and "
