@@ -211,8 +211,8 @@ megatron_names_mean_the_same() {
             printf 'skip_lm_loss: false\n%s\n' "$line" >"$work/bad.yaml"
             case $line in skip*) printf '%s\n' "$line" >"$work/bad.yaml" ;; esac
             # shellcheck disable=SC2086
-            refused "${line%%:*}\|kd-hidden-layers\|kd-loss-scale" "$train" $text $hidden --export-kd-teacher-load "$work/teacher" \
-                --export-kd-cfg "$work/bad.yaml" || return 1
+            refused "${line%%:*}\|kd-hidden-layers\|kd-loss-scale" "$train" $text $hidden \
+                --export-kd-teacher-load "$work/teacher" --export-kd-cfg "$work/bad.yaml" || return 1
         done
 }
 

@@ -1086,7 +1086,7 @@ static double off(const json_t *wanted, const double *got, size_t count) {
     return most;
 }
 
-/* Values and gradients in float64, but for hidden states, which are floats. */
+/* Values and gradients in float64, except hidden states, which are floats. */
 static void balanced_distillation_equals_model_optimizer(void **state) {
     (void)state;
     enum { T = 5, V = 7, C = 6, PAIRS = 2 };

@@ -952,8 +952,8 @@ const mt_option mt_option_table[] = {
      "kd_loss_scale, logit_kl_temperature, logit_kl_topk",
      .own = true},
     {"kd-data", MT_CHOICE, MT_AT(kd_data), MT_TRAIN, MT_OF_RUN, "sft", "sft|pretraining",
-     "samples of distillation: those of --sft, or those of pre-training, of whose tokens each counts",
-     .needs = "stage kd", .excludes = "pretraining: sft", .own = true},
+     "samples of distillation: those of --sft, or those of pre-training, where every token counts", .needs = "stage kd",
+     .excludes = "pretraining: sft", .own = true},
     {"kd-hidden-layers", MT_LIST, MT_AT(kd_hidden_layers), MT_TRAIN, MT_OF_RUN, NULL, "PAIR...",
      "hidden states that the student learns, pairs STUDENT:TEACHER or STUDENT:TEACHER:cosine|mse of decoder.layers.N, "
      "the output of layer N from 0, or decoder.final_layernorm; both models are as wide, and these layers are on the "
