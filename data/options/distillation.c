@@ -139,20 +139,20 @@ static int mt_kd_key(const mt_kd_file *file, const char *key, const json_t *valu
 }
 
 /* skip_lm_loss and kd_loss_scale; the latter has an effect beside the language model's loss only. */
-static int mt_kd_balance(const mt_kd_file *file, const json_t *keys, FILE *notes) {
+static int mt_kd_balance(const mt_kd_file *file, const json_t *keys) {
     const json_t *skip = json_object_get(keys, "skip_lm_loss"), *scale = json_object_get(keys, "kd_loss_scale");
     bool skips = !skip || json_is_true(skip);
     if (skip && !json_is_boolean(skip))
         return mt_error_set(file->error, "%s: skip_lm_loss expects true or false", file->path);
     if (mt_kd_set(file, "skip_lm_loss", MT_AT(kd_balance), skips ? "hidden" : "all") != 0) return -1;
     if (!skips && scale) return mt_kd_number(file, "kd_loss_scale", MT_AT(kd_loss_scale), scale);
-    if (notes && scale && json_number_value(scale) != 1)
-        fprintf(notes, "no effect: kd_loss_scale in %s (skip_lm_loss leaves out the loss that it is relative to)\n",
+    if (scale && json_number_value(scale) != 1 && mt_launch_rank() == 0)
+        fprintf(stderr, "warning: %s: kd_loss_scale has no effect: skip_lm_loss leaves out the loss beside it\n",
                 file->path);
     return 0;
 }
 
-static int mt_kd_file_read(mt_kd_file *file, FILE *notes) {
+static int mt_kd_file_read(mt_kd_file *file) {
     int64_t bytes;
     mt_yaml yaml = {0};
     char *text = mt_file_read(file->path, MT_YAML_BYTES - 1, &bytes, file->error);
@@ -163,32 +163,31 @@ static int mt_kd_file_read(mt_kd_file *file, FILE *notes) {
     if (status == 0 && keys && !json_is_object(keys))
         status = mt_error_set(file->error, "%s: expects keys and values", file->path);
     json_object_foreach(keys, key, value) if (status == 0) status = mt_kd_key(file, key, value);
-    if (status == 0) status = mt_kd_balance(file, keys, notes);
+    if (status == 0) status = mt_kd_balance(file, keys);
     json_decref(keys);
     if (text) mt_yaml_close(&yaml);
     free(text);
     return status;
 }
 
-int mt_options_read_distillation(mt_run_options *o, FILE *notes, mt_error *error) {
+int mt_options_read_distillation(mt_run_options *o, mt_error *error) {
     mt_kd_file file = {o, o->export_kd_cfg, error};
     bool named = o->export_kd_teacher_load != NULL;
-    if (!named && !o->export_kd_cfg) return 0;
-    if (named && (o->teacher_load || mt_options_gave(o, MT_AT(stack.stage))))
+    if (!named && !file.path) return 0;
+    if (named && (o->teacher_load || (mt_options_gave(o, MT_AT(stack.stage)) && o->stack.stage != MT_STAGE_KD)))
         return mt_error_set(error,
                             "--export-kd-teacher-load means --stage kd --teacher-load; leave one of the two out");
-    if (!named)
-        return mt_error_set(error,
-                            "--export-kd-cfg needs --export-kd-teacher-load; with --stage kd give --kd-hidden-layers "
-                            "and --kd-balance");
-    if (mt_options_set(o, "teacher-load", o->export_kd_teacher_load, error) != 0) return -1;
-    if (mt_options_set(o, "stage", "kd", error) != 0) return -1;
-    if (!o->sft && !mt_options_gave(o, MT_AT(kd_data)) && mt_options_set(o, "kd-data", "pretraining", error) != 0)
+    if (!named && !o->teacher_load)
+        return mt_error_set(error, "--export-kd-cfg needs --export-kd-teacher-load, or --stage kd and --teacher-load");
+    if (named && mt_options_set(o, "teacher-load", o->export_kd_teacher_load, error) != 0) return -1;
+    if (named && mt_options_set(o, "stage", "kd", error) != 0) return -1;
+    if (named && !o->sft && !mt_options_gave(o, MT_AT(kd_data)) &&
+        mt_options_set(o, "kd-data", "pretraining", error) != 0)
         return -1;
-    mt_string_set(&o->export_kd_teacher_load, NULL);
+    if (named) mt_string_set(&o->export_kd_teacher_load, NULL);
     bool is_absent = !file.path || (o->print_config && access(file.path, F_OK) != 0);
     if (is_absent) return mt_options_gave(o, MT_AT(kd_balance)) ? 0 : mt_options_set(o, "kd-balance", "hidden", error);
-    int status = mt_kd_file_read(&file, notes);
+    int status = mt_kd_file_read(&file);
     if (status == 0) mt_string_set(&o->export_kd_cfg, NULL);
     return status;
 }

@@ -6,8 +6,6 @@
 
 #include "options.h"
 
-#include <stdio.h>
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -19,8 +17,8 @@ int mt_options_hidden_pairs(mt_distillation_config *c, const mt_run_options *o, 
 
 /* Replaces --export-kd-teacher-load DIR by --teacher-load DIR --stage kd --kd-balance hidden, on the data of
  * pre-training unless --sft is given, and --export-kd-cfg by the options that its file means. With --print-config a
- * file that is not there stays a name. Lines about keys without effect go to `notes`. */
-int mt_options_read_distillation(mt_run_options *o, FILE *notes, mt_error *error);
+ * file that is not there stays a name. Keys without effect are warnings. */
+int mt_options_read_distillation(mt_run_options *o, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -2,7 +2,6 @@
 #include "options.h"
 
 #include "../base/file.h"
-#include "distillation.h"
 #include "option_finish.h"
 #include "option_help.h"
 #include "option_roles.h"
@@ -112,7 +111,6 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     if (!status) mt_options_take_vocabulary(options);
     FILE *notes = program == MT_PROGRAM_INFER ? stderr : stdout; // infer's output is text
     if (!status) mt_option_reader_print_idle(&reader, notes);
-    if (!status) status = mt_options_read_distillation(options, mt_launch_rank() == 0 ? notes : NULL, error);
     if (!status && role && config && !options->print_config && mt_launch_rank() == 0)
         mt_options_print_unused(options, notes);
     mt_option_reader_free(&reader);
