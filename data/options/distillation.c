@@ -90,6 +90,9 @@ static int mt_kd_number(const mt_kd_file *file, const char *key, size_t offset, 
     if (json_is_null(value)) return 0;
     if (!json_is_number(value)) return mt_error_set(file->error, "%s: %s expects a number", file->path, key);
     snprintf(text, sizeof text, "%.17g", json_number_value(value));
+    if (!mt_option_in_range(mt_option_of(offset), json_number_value(value)))
+        return mt_error_set(file->error, "%s: %s must be in %s, got %s", file->path, key, mt_option_of(offset)->values,
+                            text);
     return mt_kd_set(file, key, offset, text);
 }
 
