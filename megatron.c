@@ -5969,14 +5969,42 @@ double mt_divergence(const mt_divergence_config *c, const double *student, const
     return value;
 }
 
+double mt_hidden_loss(mt_hidden_loss_type type, const float *student, const float *teacher, int64_t C,
+                      float *dstudent) {
+    double xy = 0, xx = 1e-12, yy = 1e-12, error = 0;
+    for (int64_t i = 0; i < C; i++) {
+        double x = (double)student[i], y = (double)teacher[i];
+        xy += x * y, xx += x * x, yy += y * y, error += (x - y) * (x - y);
+    }
+    double lengths = sqrt(xx * yy), mean = 2 / (double)C;
+    for (int64_t i = 0; i < C; i++) {
+        double x = (double)student[i], y = (double)teacher[i];
+        dstudent[i] = (float)(type == MT_HIDDEN_MSE ? mean * (x - y) : (xy / xx * x - y) / lengths);
+    }
+    return type == MT_HIDDEN_MSE ? error / (double)C : 1 - xy / lengths;
+}
+
 void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums) {
+    double entropy = 0, divergence = 0, hidden = 0, count = 0;
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
-        sums->loss += c->weight * t->divergence[i] - (1 - c->weight) * t->logp[i], sums->count += 1;
-        sums->metrics[MT_DISTILLATION_CROSS_ENTROPY] -= t->logp[i];
-        sums->metrics[MT_DISTILLATION_DIVERGENCE] += t->divergence[i];
-        t->dlogp[i] -= 1 - c->weight;
+        entropy -= t->logp[i], divergence += t->divergence[i], count++;
+        if (c->num_pairs > 0) hidden += t->hidden[i];
     }
+    double of_entropy = 1 - c->weight, of_divergence = c->weight, of_hidden = c->weight * c->hidden_weight;
+    if (c->balance != MT_DISTILL_FIXED) {
+        of_entropy = 0, of_divergence = 1, of_hidden = hidden > 0 ? divergence / hidden : 0;
+        double both = divergence + of_hidden * hidden;
+        double scale = c->scale * (both > 0 && entropy > 0 ? entropy / both : 1);
+        if (c->balance == MT_DISTILL_BALANCE_ALL) of_entropy = 1, of_divergence *= scale, of_hidden *= scale;
+    }
+    for (int64_t i = 0; i < t->T; i++)
+        if (t->mask[i] != 0) t->dlogp[i] -= of_entropy;
+    sums->loss += of_entropy * entropy + of_divergence * divergence + of_hidden * hidden, sums->count += count;
+    sums->divergence_factor = of_divergence, sums->hidden_factor = of_hidden;
+    sums->metrics[MT_DISTILLATION_CROSS_ENTROPY] += entropy;
+    sums->metrics[MT_DISTILLATION_DIVERGENCE] += divergence;
+    sums->metrics[MT_DISTILLATION_HIDDEN] += hidden;
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -10789,10 +10817,11 @@ typedef struct mt_micro_batch {
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
-    mt_context *context;        // its attention with context parallelism, or NULL
-    mt_batch whole;             // context parallelism: spans and token indices of the whole micro-batch
-    mt_teacher_logits *teacher; // of its batch
-    mt_activations *layers;     // of the chunk's layers, or one set that all share in generation; then of the modules
+    mt_context *context;                     // its attention with context parallelism, or NULL
+    mt_batch whole;                          // context parallelism: spans and token indices of the whole micro-batch
+    mt_teacher_logits *teacher;              // of its batch
+    double divergence_factor, hidden_factor; // of its distillation: see mt_loss_sums
+    mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
@@ -10912,8 +10941,10 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
-static const mt_loss_metric mt_distillation_metrics[] = {
-    {"cross-entropy", MT_DISTILLATION_CROSS_ENTROPY, -1}, {"divergence", MT_DISTILLATION_DIVERGENCE, -1}, {NULL, 0, 0}};
+static const mt_loss_metric mt_distillation_metrics[] = {{"cross-entropy", MT_DISTILLATION_CROSS_ENTROPY, -1},
+                                                         {"divergence", MT_DISTILLATION_DIVERGENCE, -1},
+                                                         {"hidden-state loss", MT_DISTILLATION_HIDDEN, -1},
+                                                         {NULL, 0, 0}};
 
 /* A loss on the host, whose function has the loss's name and _loss. */
 #define MT_HOST_LOSS(name, ...)                                                                                        \
@@ -10961,7 +10992,15 @@ static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) 
  * tokens' numbers, and all compute the same. */
 
 /* Whole sequences of a micro-batch: the numbers of mt_loss_tokens, each [tokens]. */
-enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_DIVERGENCE, MT_NUM_HOST_NUMBERS };
+enum {
+    MT_HOST_LOGP,
+    MT_HOST_ENTROPY,
+    MT_HOST_DLOGP,
+    MT_HOST_DENTROPY,
+    MT_HOST_DIVERGENCE,
+    MT_HOST_HIDDEN,
+    MT_NUM_HOST_NUMBERS
+};
 
 /* Sums of the step so far. */
 typedef struct mt_host_sums {
@@ -10983,6 +11022,8 @@ typedef struct mt_host_loss {
     void *values, *device_values;  // [capacity] logits or gradients
     float *floats;                 // [capacity] the same
     double *doubles;               // [3, capacity] operands of mt_divergence
+    void *taps, *device_tap; // [num_taps, max_rows, C] outputs of layers, or one's gradient, pinned; [max_rows, C]
+    float *tap_floats;       // [max_rows, C]
 } mt_host_loss;
 
 /* whole[n] = `local` of every rank that shares the micro-batch. */
@@ -11020,7 +11061,8 @@ static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_lo
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
         not_finite[MT_OPERAND_OWN] += !isfinite(own[i]);
-        not_finite[MT_OPERAND_TEACHER] += isfinite(own[i]) && t->divergence && !isfinite(t->divergence[i]);
+        bool taught = (!t->divergence || isfinite(t->divergence[i])) && (!t->hidden || isfinite(t->hidden[i]));
+        not_finite[MT_OPERAND_TEACHER] += isfinite(own[i]) && !taught;
     }
 }
 
@@ -11043,10 +11085,12 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
     tokens.mask = p->whole->loss_mask;
     if (m->plan.loss->distillation) tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
+    if (m->plan.num_taps > 0) tokens.hidden = h->numbers[MT_HOST_HIDDEN];
     *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
     *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
     if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
     m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
+    p->mb->divergence_factor = sums.divergence_factor, p->mb->hidden_factor = sums.hidden_factor;
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
@@ -11111,7 +11155,7 @@ static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *o
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[k], taught[k] = (double)other[k];
             divergence = mt_divergence(&c->divergence, student, taught, K, dstudent);
             h->staged[MT_HOST_DIVERGENCE][piece.tokens[r]] = (float)divergence;
-            for (int64_t k = 0; k < K; k++) other[k] = (float)(c->weight * dstudent[k]);
+            for (int64_t k = 0; k < K; k++) other[k] = (float)dstudent[k];
         }
     }
     mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
@@ -11121,16 +11165,88 @@ static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *o
 static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_host_loss *h = m->host_loss;
     mt_distilled piece = {0};
+    float factor = m->loss_scale * (float)p->mb->divergence_factor;
     while (mt_distill_next(m, p, out, &piece)) {
         int64_t n = 0; // those on this rank
         for (int64_t i = 0; i < piece.n; i++)
-            if (h->index[i] >= 0)
-                h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + m->loss_scale * piece.teacher[i];
+            if (h->index[i] >= 0) h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + factor * piece.teacher[i];
         mt_row_close(h->values, 0, piece.own, n, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
         m->ops->scatter_rows(&(mt_row_args){n, 1, h->device_index, .from = h->device_values, .to = piece.logits},
                              m->dtype, p->stream);
+        m->ops->stream_synchronize(p->stream);
+    }
+}
+
+/* ---- hidden states of distillation: outputs of layers (taps) go to the host as they are computed, and derivatives of
+ * their loss are added to the gradients of these outputs. A rank has its rows of the micro-batch. */
+
+static bool mt_has_tap(const mt_model *m, int64_t layer) {
+    for (int64_t k = 0; k < m->plan.num_taps; k++)
+        if (m->plan.taps[k] == layer) return true;
+    return false;
+}
+
+static void *mt_tap(const mt_model *m, int64_t k) {
+    return mt_at(m->host_loss->taps, k * m->max_rows * m->C, m->dtype);
+}
+
+/* Copies x[R, C], the output of `layer` (from 0, or MT_TAP_FINAL_NORM), for the loss that follows. */
+static void mt_tap_forward(const mt_model *m, const mt_pass *p, int64_t layer, const void *x) {
+    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++)
+        if (m->plan.taps[k] == layer)
+            m->ops->memory_copy(mt_tap(m, k), x, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+}
+
+/* Tap k as floats [R, C], once the device has copied it. */
+static const float *mt_tap_read(const mt_model *m, const mt_pass *p, int64_t k) {
+    return mt_row_load(m->host_loss->tap_floats, mt_tap(m, k), 0, p->rows * m->C, m->dtype);
+}
+
+/* The hidden-state loss of every token, the mean of the pairs; its derivatives replace the teacher's hidden states. */
+static void mt_hidden_forward(mt_model *m, const mt_pass *p) {
+    const mt_distillation_config *c = m->plan.loss->distillation;
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    float *losses = m->host_loss->staged[MT_HOST_HIDDEN];
+    int64_t P = c->num_pairs, C = m->C;
+    if (P == 0) return;
+    MT_CHECK(teacher && teacher->num_hidden == P && teacher->width == C && m->plan.num_taps == P && !p->replay);
+    memset(losses, 0, (size_t)p->T * 4);
+    m->ops->stream_synchronize(p->stream);
+    for (int64_t k = 0; k < P; k++) {
+        const float *own = mt_tap_read(m, p, k);
+#pragma omp parallel for
+        for (int64_t i = 0; i < teacher->count; i++) {
+            int64_t row = teacher->tokens[i] - p->first_row;
+            if (row < 0 || row >= p->rows) continue;
+            float *other = teacher->hidden + (i * P + k) * C;
+            losses[teacher->tokens[i]] +=
+                (float)(mt_hidden_loss(c->pairs[k].type, own + row * C, other, C, other) / (double)P);
+        }
+    }
+    if (p->rows < p->T) mt_all_reduce_sum(&m->grid->tensor, losses, p->T, MT_F32);
+    mt_whole_gather(p, m->host_loss->numbers[MT_HOST_HIDDEN], losses);
+}
+
+/* Adds the derivatives to dx[R, C], the gradient of the output of `layer`. */
+static void mt_hidden_backward(mt_model *m, const mt_pass *p, int64_t layer, void *dx) {
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    mt_host_loss *h = m->host_loss;
+    int64_t P = m->plan.num_taps, C = m->C, n = p->rows * C;
+    for (int64_t k = 0; k < P; k++) {
+        if (m->plan.taps[k] != layer) continue;
+        float factor = m->loss_scale * (float)(p->mb->hidden_factor / (double)P);
+        float *gradient = mt_row_open(h->tap_floats, mt_tap(m, k), 0, m->dtype);
+        memset(gradient, 0, (size_t)n * 4);
+        for (int64_t i = 0; i < teacher->count; i++) {
+            int64_t row = teacher->tokens[i] - p->first_row;
+            const float *derivative = teacher->hidden + (i * P + k) * C;
+            for (int64_t j = 0; j < C && row >= 0 && row < p->rows; j++) gradient[row * C + j] = factor * derivative[j];
+        }
+        mt_row_close(mt_tap(m, k), 0, gradient, n, m->dtype);
+        m->ops->memory_copy(h->device_tap, mt_tap(m, k), n * mt_dtype_size(m->dtype), p->stream);
+        mt_add_to(m, p, dx, h->device_tap);
         m->ops->stream_synchronize(p->stream);
     }
 }
@@ -11217,7 +11333,9 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
-        mt_layer_forward(m, p, w, a, is_last ? result : mt_input_of(m, p, i + 1), next);
+        mt_layer_result to = is_last ? result : mt_input_of(m, p, i + 1);
+        mt_layer_forward(m, p, w, a, to, next);
+        mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
         m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
@@ -11670,6 +11788,7 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
     const mt_output *out = &p->mb->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
     mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
+    mt_tap_forward(m, p, MT_TAP_FINAL_NORM, out->norm.y);
     mt_head_forward(m, p, out);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -11688,7 +11807,7 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
     p->mb->teacher = p->whole->teacher;
-    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out);
+    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out), mt_hidden_forward(m, p);
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -11706,6 +11825,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
     mt_head_backward(m, p, out, p->batch->labels, dnormed);
+    mt_hidden_backward(m, p, MT_TAP_FINAL_NORM, dnormed);
     if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
     mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
@@ -11749,8 +11869,9 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
         mt_offload_fetch(m, p, i);
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, p, w->number, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]);
+        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
         mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
         gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
@@ -15062,6 +15183,10 @@ static void mt_host_loss_open(mt_model *m) {
     h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
     h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
     h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
+    if (m->plan.num_taps == 0) return;
+    int64_t rows = m->max_rows * m->C, bytes = rows * mt_dtype_size(m->dtype);
+    h->taps = m->ops->memory_alloc_host(m->plan.num_taps * bytes), h->device_tap = m->ops->memory_alloc(bytes);
+    h->tap_floats = mt_model_calloc(m, rows * 4);
 }
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
@@ -15329,6 +15454,28 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_mailboxes_start(m, error);
 }
 
+/* The rank with the loss has the layers whose outputs reach the host. */
+static int mt_model_check_taps(const mt_model *m, mt_error *error) {
+    bool failed = false;
+    for (int64_t k = 0; k < m->plan.num_taps && m->has_loss && !failed; k++) {
+        const mt_layer *layers = m->layers + m->first_local[m->num_chunks - 1];
+        int64_t tap = m->plan.taps[k], count = m->stages[m->num_chunks - 1].num_layers;
+        bool here =
+            tap == MT_TAP_FINAL_NORM || (count > 0 && tap >= layers[0].number && tap < layers[0].number + count);
+        failed = !here;
+        if (failed && tap >= m->options->num_layers)
+            mt_error_set(error, "--kd-hidden-layers: decoder.layers.%lld is not in a model of %lld layers",
+                         (long long)tap, (long long)m->options->num_layers);
+        else if (failed)
+            mt_error_set(
+                error,
+                "--kd-hidden-layers: decoder.layers.%lld is not on the pipeline stage with the loss, which has "
+                "the last %lld layers; take one of these, decoder.final_layernorm, or fewer stages",
+                (long long)tap, (long long)count);
+    }
+    return mt_agree(&m->grid->world, failed, error);
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     bool failed = mt_options_check_sizes(options, plan->train, error) != 0 ||
@@ -15339,7 +15486,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = mt_options_dtype(options), m->loss_scale = 1;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
-    if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
+    if (mt_model_partition(m, error) == 0 && mt_model_check_taps(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
         (plan->counts || mt_model_start(m, error) == 0)) {
         *out = m;
         return 0;
@@ -15368,6 +15515,8 @@ static void mt_model_free_device(mt_model *m) {
     m->ops->memory_free_host(m->trainer->results);
     if (m->host_loss) m->ops->memory_free_host(m->host_loss->sums);
     if (m->host_loss) m->ops->memory_free(m->host_loss->device_values);
+    if (m->host_loss && m->host_loss->taps) m->ops->memory_free_host(m->host_loss->taps);
+    if (m->host_loss && m->host_loss->device_tap) m->ops->memory_free(m->host_loss->device_tap);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
         m->ops->event_destroy(m->copied[i]);
@@ -15589,6 +15738,15 @@ int64_t mt_score_logits(mt_model *m, int64_t t, float *logits) {
     if (t >= p->T) return -1;
     if (logits) mt_logits_to_host(m, mt_at(p->mb->outputs[0].logits, t * m->V, m->dtype), logits, 1, false);
     return p->context ? mt_context_position(p->context, t) : t;
+}
+
+void mt_score_hidden(mt_model *m, int64_t tap, float *hidden) {
+    const mt_pass *p = m->host_loss->scored;
+    MT_CHECK(tap >= 0 && tap < m->plan.num_taps);
+    m->ops->stream_synchronize(p->stream);
+    memset(hidden, 0, (size_t)(p->T * m->C) * 4);
+    memcpy(hidden + p->first_row * m->C, mt_tap_read(m, p, tap), (size_t)(p->rows * m->C) * 4);
+    if (p->rows < p->T) mt_all_reduce_sum(&m->grid->tensor, hidden, p->T * m->C, MT_F32);
 }
 
 void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {

@@ -488,6 +488,19 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
+
+/* --kd-hidden-layers: the loss of a student's hidden state x[C] against the teacher's y[C]. */
+typedef enum mt_hidden_loss_type {
+    MT_HIDDEN_COSINE, // 1 - x y / (|x| |y|), with 1e-12 beside both squares, as torch's cosine_embedding_loss
+    MT_HIDDEN_MSE     // |x - y|^2 / C
+} mt_hidden_loss_type;
+
+/* --kd-balance: the factors of the parts of a distillation loss. */
+typedef enum mt_distillation_balance {
+    MT_DISTILL_FIXED,          // (1 - w) cross-entropy + w (divergence + v hidden), w, v: options
+    MT_DISTILL_BALANCE_HIDDEN, // divergence + hidden, which is scaled to the divergence's size
+    MT_DISTILL_BALANCE_ALL     // cross-entropy + s of that sum, which is scaled to the cross-entropy's size
+} mt_distillation_balance;
 /* Rewards of responses: see data/learn/rewards.h; MODEL: by a reward model. */
 typedef enum mt_reward_kind {
     MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
@@ -2851,7 +2864,7 @@ typedef struct mt_loss_tokens {
         *sequences;    // sequence s has the tokens [q_start, q_start + q_len); tokens in no sequence do not count
     const float *mask; // [T] not 0: the token's label counts (a response)
     const double *logp, *entropy, *values;                                 // [T] of the model; NULL where it has none
-    const double *divergence;                                              // [T] from the teacher; or NULL
+    const double *divergence, *hidden;                                     // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
     const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
@@ -2862,6 +2875,7 @@ typedef struct mt_loss_tokens {
 enum { MT_MAX_LOSS_METRICS = 8 };
 typedef struct mt_loss_sums {
     double loss, count, metrics[MT_MAX_LOSS_METRICS];
+    double divergence_factor, hidden_factor; // of distillation: set to the derivatives of the loss by a token's numbers
 } mt_loss_sums;
 
 typedef struct mt_aggregation {
@@ -2977,17 +2991,36 @@ typedef struct mt_divergence_config {
 double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
                      double *dstudent);
 
-/* (1 - weight) cross-entropy + weight divergence. */
+/* The loss of one token's hidden state student[C] against the teacher's; dstudent[C], which may be `teacher`, gets the
+ * derivative by the student's. */
+double mt_hidden_loss(mt_hidden_loss_type type, const float *student, const float *teacher, int64_t C, float *dstudent);
+
+enum { MT_MAX_HIDDEN_PAIRS = 16, MT_TAP_FINAL_NORM = -1 };
+
+/* A pair of outputs: of layers, counted from 0, or of the final norms (MT_TAP_FINAL_NORM). */
+typedef struct mt_hidden_pair {
+    int64_t student, teacher;
+    mt_hidden_loss_type type;
+} mt_hidden_pair;
+
+/* With D, H and E the sums of divergence, hidden-state loss (the mean of the pairs) and cross-entropy over the counted
+ * tokens of a micro-batch, the loss is the sum of `balance`. Scales are constants of the gradient: that of H is D / H,
+ * or 0 where H is 0, and that of K = D + scaled H is E / K, or 1 where one of them is 0 (nvidia-modelopt 0.47,
+ * LogitsAndIntermediatesLossBalancer). They depend on the
+ * samples that share a micro-batch, so on its size and on the number of data-parallel ranks, but on no other layout. */
 typedef struct mt_distillation_config {
     mt_divergence_config divergence;
-    double weight;
+    double weight; // w
+    mt_distillation_balance balance;
+    double hidden_weight, scale; // v, s
+    int64_t num_pairs;
+    mt_hidden_pair pairs[MT_MAX_HIDDEN_PAIRS];
 } mt_distillation_config;
 
 /* Metrics of mt_distillation_loss; divisor: the count. */
-enum { MT_DISTILLATION_CROSS_ENTROPY, MT_DISTILLATION_DIVERGENCE };
+enum { MT_DISTILLATION_CROSS_ENTROPY, MT_DISTILLATION_DIVERGENCE, MT_DISTILLATION_HIDDEN };
 
-/* The mean over counted tokens. Adds to sums and to t->dlogp; the derivative by a divergence is c->weight. Reads logp
- * and divergence. */
+/* The mean over counted tokens. Adds to sums and to t->dlogp. Reads logp, divergence, and hidden with pairs. */
 void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums);
 
 /* ==== §8 the parameter table ====================================================================================== */
@@ -3267,13 +3300,15 @@ typedef enum mt_loss_input {
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 
-/* Distillation: logits of the teacher for the tokens of a rank whose label counts. They stay in memory until the step
- * ends. */
+/* Distillation: logits of the teacher for the tokens of a rank whose label counts, and its hidden states. They stay in
+ * memory until the step ends. The student's forward replaces logits and hidden states by derivatives. */
 typedef struct mt_teacher_logits {
     int64_t K, count; // K is at most the vocabulary
     int32_t *tokens;  // [count] numbers of these tokens among those of this rank, ascending
     int32_t *ids;     // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
-    float *logits;    // [count, K]; the student's forward replaces them by derivatives of the loss
+    float *logits;    // [count, K]
+    int64_t num_hidden, width;
+    float *hidden; // [count, num_hidden, width] of the pairs of the loss, as wide as the student; or NULL
 } mt_teacher_logits;
 
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
@@ -3425,6 +3460,8 @@ typedef struct mt_model_plan {
     bool train;              // gradients, optimizer state and saved activations
     bool counts;             // only counts bytes: no memory is allocated, and the model can do nothing
     const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
+    int64_t num_taps;        // outputs of layers that a loss or a score sink reads, on the host
+    int64_t taps[MT_MAX_HIDDEN_PAIRS]; // layers from 0, all on the stage with the loss, or MT_TAP_FINAL_NORM
 } mt_model_plan;
 
 /* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. Options, grid,
@@ -3799,6 +3836,9 @@ int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *sou
 /* In a sink: the place in the batch of token t of this rank, counted from 0; -1 after the last one. logits[vocab_size]
  * (NULL: not wanted) become its logits. All ranks of a tensor group ask for the same. */
 int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
+
+/* In a sink: hidden[T, hidden_size] of this rank's tokens at plan->taps[tap]. All ranks of a tensor group call it. */
+void mt_score_hidden(mt_model *model, int64_t tap, float *hidden);
 
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule
  * (in the first step of a pipeline its first micro-batches one at a time before the others), gradients summed over the

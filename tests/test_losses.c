@@ -1134,6 +1134,79 @@ static void divergence_gradients_equal_finite_differences(void **state) {
         }
 }
 
+/* ---- distillation by Model Optimizer (tests/golden/make_distillation.py) */
+
+static double at(const json_t *list, size_t i) {
+    return json_number_value(json_array_get(list, i));
+}
+
+/* The largest difference of a gradient from the file's. */
+static double off(const json_t *wanted, const double *got, size_t count) {
+    double most = 0;
+    for (size_t i = 0; i < count; i++) most = fmax(most, fabs(got[i] - at(wanted, i)));
+    return most;
+}
+
+/* Values and gradients in float64, except hidden states, which are floats. */
+static void balanced_distillation_equals_model_optimizer(void **state) {
+    (void)state;
+    enum { T = 5, V = 7, C = 6, PAIRS = 2 };
+    json_error_t problem;
+    json_t *root = json_load_file("tests/golden/losses/distillation.json", 0, &problem);
+    if (!root) fail_msg("tests/golden/losses/distillation.json:%d: %s", problem.line, problem.text);
+    const json_t *inputs = json_object_get(root, "inputs"), *cases = json_object_get(root, "cases");
+    const json_t *states = json_object_get(inputs, "student_hidden"),
+                 *others = json_object_get(inputs, "teacher_hidden");
+    static const char *const names[] = {[MT_DISTILL_BALANCE_HIDDEN] = "hidden", [MT_DISTILL_BALANCE_ALL] = "all"};
+    mt_distillation_config c = {.divergence = {.type = MT_FORWARD_KL}, .num_pairs = PAIRS};
+    c.divergence.temperature = json_number_value(json_object_get(root, "temperature"));
+    c.scale = json_number_value(json_object_get(root, "scale"));
+    for (int balance = MT_DISTILL_BALANCE_HIDDEN; balance <= MT_DISTILL_BALANCE_ALL; balance++) {
+        const json_t *wanted = json_object_get(cases, names[balance]), *slopes = json_object_get(wanted, "gradients");
+        double logp[T], divergence[T], hidden[T] = {0}, dlogp[T] = {0}, dstudent[T][V], dhidden[PAIRS][T][C];
+        float mask[T];
+        mt_loss_sums sums = {0};
+        for (size_t t = 0; t < T; t++) {
+            double student[V], teacher[V];
+            mask[t] = (float)at(json_object_get(inputs, "mask"), t), logp[t] = at(json_object_get(inputs, "logp"), t);
+            for (size_t i = 0; i < V; i++) {
+                student[i] = at(json_array_get(json_object_get(inputs, "student"), t), i);
+                teacher[i] = at(json_array_get(json_object_get(inputs, "teacher"), t), i);
+            }
+            divergence[t] = mt_divergence(&c.divergence, student, teacher, V, dstudent[t]);
+            for (size_t k = 0; k < PAIRS; k++) {
+                float x[C], y[C];
+                for (size_t i = 0; i < C; i++) {
+                    x[i] = (float)at(json_array_get(json_array_get(states, k), t), i);
+                    y[i] = (float)at(json_array_get(json_array_get(others, k), t), i);
+                }
+                hidden[t] += mt_hidden_loss(k == 0 ? MT_HIDDEN_COSINE : MT_HIDDEN_MSE, x, y, C, y) / PAIRS;
+                for (size_t i = 0; i < C; i++) dhidden[k][t][i] = (double)y[i] / PAIRS;
+            }
+        }
+        mt_loss_tokens tokens = {.T = T, .mask = mask, .logp = logp, .divergence = divergence, .hidden = hidden};
+        tokens.dlogp = dlogp;
+        c.balance = (mt_distillation_balance)balance;
+        mt_distillation_loss(&tokens, &c, &sums);
+        assert_true(fabs(sums.loss - json_number_value(json_object_get(wanted, "loss"))) < 1e-6);
+        assert_true(fabs(sums.metrics[MT_DISTILLATION_HIDDEN] - json_number_value(json_object_get(wanted, "hidden"))) <
+                    1e-6);
+        assert_true(fabs(sums.metrics[MT_DISTILLATION_DIVERGENCE] -
+                         json_number_value(json_object_get(wanted, "divergence"))) < 1e-12);
+        assert_true(off(json_object_get(slopes, "logp"), dlogp, T) < 1e-12);
+        for (size_t t = 0; t < T; t++) {
+            for (size_t i = 0; i < V; i++) dstudent[t][i] *= (double)mask[t] * sums.divergence_factor;
+            assert_true(off(json_array_get(json_object_get(slopes, "student"), t), dstudent[t], V) < 1e-6);
+            for (size_t k = 0; k < PAIRS; k++) {
+                const json_t *rows = json_array_get(json_object_get(slopes, "student_hidden"), k);
+                for (size_t i = 0; i < C; i++) dhidden[k][t][i] *= (double)mask[t] * sums.hidden_factor;
+                assert_true(off(json_array_get(rows, t), dhidden[k][t], C) < 1e-6);
+            }
+        }
+    }
+    json_decref(root);
+}
+
 static void divergences_have_known_values(void **state) {
     (void)state;
     double unused[LABELS], far[2] = {0, 800}, near[2] = {800, 0};
@@ -1334,6 +1407,7 @@ int main(void) {
         cmocka_unit_test(large_ratios_stay_finite),
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
+        cmocka_unit_test(balanced_distillation_equals_model_optimizer),
         cmocka_unit_test(divergences_have_known_values),
         cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
         cmocka_unit_test(a_divergence_is_not_finite_if_a_logit_is_not),

@@ -58,6 +58,7 @@ static int mt_options_find_models(mt_run_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->export_kd_teacher_load, NULL, "--export-kd-teacher-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);

@@ -238,7 +238,8 @@ static const struct {
     {MT_NAME_NAMED, "--logits-topk", "logits-save-top-k"},
     {MT_NAME_NAMED, "--chat-template", "sft-tokenizer-prompt-format"},
     {MT_NAME_IDLE, "there is one implementation of the model",
-     "enable-experimental flash-attention-version memory-efficient-layer-norm moe-single-grouped-bias "
+     "export-te-mcore-model enable-experimental flash-attention-version memory-efficient-layer-norm "
+     "moe-single-grouped-bias "
      "moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe persist-layer-norm "
      "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
      "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser "
@@ -489,8 +490,6 @@ static const struct {
      "fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities "
      "fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks "
      "fault-injector-offset-seconds fault-injector-ranks fault-injector-seed"},
-    {MT_NAME_UNSUPPORTED, "training scripts of Model Optimizer; --stage kd distils a teacher of --teacher-load",
-     "export-te-mcore-model export-kd-teacher-load export-kd-cfg"},
     {MT_NAME_UNSUPPORTED, "models of elastic size: Flextron",
      "flextron export-default-te-spec export-model-type enable-router binary-mask soft-mask hard-sample-th "
      "router-beta original-model-sample-prob tau-init tau-decay loss-alpha lr-mult-router router-gbs "

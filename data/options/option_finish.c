@@ -2,6 +2,7 @@
 #include "option_finish.h"
 
 #include "../base/file.h"
+#include "distillation.h"
 #include "megatron_names.h"
 #include "option_rules.h"
 #include "option_table.h"
@@ -482,7 +483,7 @@ static int mt_options_resolve_rope(mt_run_options *o, mt_error *error) {
 
 /* Options that stand for values of others, and defaults that rules of the table read. */
 static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *error) {
-    if (mt_options_resolve_rope(o, error) != 0) return -1;
+    if (mt_options_resolve_rope(o, error) != 0 || mt_options_read_distillation(o, error) != 0) return -1;
     mt_strategy *strategy = &o->stack.data_parallel_sharding_strategy;
     bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
     if (distributed && MT_GIVEN(o, stack.data_parallel_sharding_strategy))
@@ -500,7 +501,7 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     if (o->convert && o->ckpt_format == MT_CHECKPOINT_TORCH)
         return mt_error_set(error, "--ckpt-format torch: that format is read only; --convert writes huggingface, or "
                                    "torch_dist");
-    if (o->stack.stage != MT_STAGE_PT) o->sft = true;
+    if (o->stack.stage != MT_STAGE_PT && o->kd_data == MT_KD_OF_SFT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;

@@ -5,6 +5,7 @@
 #include "option_rules.h"
 
 #include "correction.h"
+#include "distillation.h"
 #include "options.h"
 
 #include <ctype.h>
@@ -995,6 +996,8 @@ static int mt_options_derive_head(mt_run_options *o, mt_program program, mt_erro
     if (o->logits_topk > o->stack.vocab_size && o->stack.vocab_size > 0)
         return mt_error_set(error, "--logits-topk %lld is more than the vocabulary, %lld tokens; 0 takes all of them",
                             (long long)o->logits_topk, (long long)o->stack.vocab_size);
+    mt_distillation_config unused;
+    if (mt_options_hidden_pairs(&unused, o, error) != 0) return -1;
     if (o->stack.mtp_num_layers > 0 && o->stack.stage > MT_STAGE_SFT)
         return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
                             (long long)o->stack.mtp_num_layers);

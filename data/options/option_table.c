@@ -906,7 +906,7 @@ const mt_option mt_option_table[] = {
     {"stage", MT_CHOICE, MT_AT(stack.stage), MT_TRAIN, MT_OF_RUN, "pt", "pt|sft|rm|dpo|rl|kd",
      "pt: pre-training; sft: --sft; rm: a reward model, from pairs of a chosen and a rejected response; dpo: direct "
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
-     "--data-path; kd: distillation, on the samples of --sft",
+     "--data-path; kd: distillation, on the samples of --sft, or of --kd-data",
      .needs = "kd: teacher-load, rl: data-path",
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl: "
                  "reset-position-ids, rm|dpo|rl: reset-attention-mask, rm|dpo|rl: eod-mask-loss, "
@@ -945,6 +945,31 @@ const mt_option mt_option_table[] = {
     {"teacher-load", MT_STRING, MT_AT(teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd",
      .excludes = "rerun-mode validate_results", .own = true}, // a step that is repeated needs the logits again
+    {"export-kd-teacher-load", MT_STRING, MT_AT(export_kd_teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
+     "--stage kd --teacher-load DIR --kd-balance hidden, and without --sft --kd-data pretraining", .own = true},
+    {"export-kd-cfg", MT_STRING, MT_AT(export_kd_cfg), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
+     "Model Optimizer's YAML file of a distillation: intermediate_layer_pairs, logit_layers, skip_lm_loss, "
+     "kd_loss_scale, logit_kl_temperature, logit_kl_topk",
+     .own = true},
+    {"kd-data", MT_CHOICE, MT_AT(kd_data), MT_TRAIN, MT_OF_RUN, "sft", "sft|pretraining",
+     "samples of distillation: those of --sft, or those of pre-training, where every token counts", .needs = "stage kd",
+     .excludes = "pretraining: sft", .own = true},
+    {"kd-hidden-layers", MT_LIST, MT_AT(kd_hidden_layers), MT_TRAIN, MT_OF_RUN, NULL, "PAIR...",
+     "hidden states that the student learns, pairs STUDENT:TEACHER or STUDENT:TEACHER:cosine|mse of decoder.layers.N, "
+     "the output of layer N from 0, or decoder.final_layernorm; both models are as wide, and these layers are on the "
+     "pipeline stage with the loss",
+     .needs = "stage kd", .own = true},
+    {"kd-hidden-weight", MT_REAL, MT_AT(kd_hidden_weight), MT_TRAIN, MT_OF_RUN, "1", "[0,1e6]",
+     "weight v of the mean of the pairs' losses in (1 - w) cross-entropy + w (divergence + v hidden), where w is "
+     "--distill-loss-weight",
+     .needs = "kd-hidden-layers", .excludes = "kd-balance hidden|all", .own = true},
+    {"kd-balance", MT_CHOICE, MT_AT(kd_balance), MT_TRAIN, MT_OF_RUN, "fixed", "fixed|hidden|all",
+     "weights of the losses: fixed ones; or each micro-batch scales the hidden states' loss to the size of the "
+     "divergence, and their sum is the loss (hidden), or is scaled to the size of the cross-entropy and added to it "
+     "(all)",
+     .needs = "stage kd", .excludes = "hidden|all: distill-loss-weight", .own = true},
+    {"kd-loss-scale", MT_REAL, MT_AT(kd_loss_scale), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
+     "factor of the sum that --kd-balance all adds", .needs = "kd-balance all", .own = true},
     {"kd-objective", MT_CHOICE, MT_AT(kd_objective), MT_TRAIN, MT_OF_RUN, "forward_kl",
      "forward_kl|reverse_kl|adaptive_kl|skewed_forward_kl|skewed_reverse_kl|js_divergence",
      "divergence of the student from the teacher", .needs = "stage kd", .own = true},

@@ -40,6 +40,9 @@ typedef enum mt_router_replay {
     MT_ROUTER_REPLAY_R3,       // those of the generator; the old policy scores with them too
 } mt_router_replay;
 
+/* --kd-data: the samples of distillation. */
+typedef enum mt_kd_data { MT_KD_OF_SFT, MT_KD_OF_PRETRAINING } mt_kd_data;
+
 /* --rollout-is: weights of tokens that correct the policy's loss for a generator that differs from training. */
 typedef enum mt_rollout_is {
     MT_ROLLOUT_IS_NONE,
@@ -122,7 +125,11 @@ typedef struct mt_run_options {
     char *teacher_load;
     mt_divergence_type kd_objective;
     int64_t logits_topk;
-    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
+    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha, kd_hidden_weight, kd_loss_scale;
+    mt_distillation_balance kd_balance;
+    mt_kd_data kd_data;
+    mt_strings kd_hidden_layers; // see mt_options_hidden_pairs
+    char *export_kd_teacher_load, *export_kd_cfg;
     /* reinforcement learning */
     int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
     mt_adv_estimator adv_estimator;
