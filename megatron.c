@@ -15899,6 +15899,10 @@ mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
     return generator->totals;
 }
 
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used) {
+    *all = generator->batcher->plan.num_pages, *used = *all - generator->batcher->num_free;
+}
+
 /* ==== §17 gated delta net ========================================================================================= */
 /* A mixer with a state of fixed size instead of keys and values of all tokens (Yang et al., "Gated delta networks:
  * improving Mamba2 with delta rule"; Qwen3-Next, Qwen3.5). One product gives q, k, v, the gate z of the output, and two

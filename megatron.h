@@ -3927,6 +3927,10 @@ typedef struct mt_generator_totals {
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
 
+/* Pages of the cache: all, and those that hold keys and values of a sequence, or of an ended one until they are needed.
+ */
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used);
+
 /* ---- continuous batching over a cache in pages (Kwon et al., see mt_pages): the tokens of the next forward, their
  * sequences, and the pages of their keys and values. It knows no model. */
 
@@ -3935,8 +3939,8 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;   // layers keep states: a text shares a prefix only where a state stands
+    int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;    // layers keep states: a text shares a prefix only where a state stands
     int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
 } mt_batcher_plan;
 
