@@ -236,10 +236,15 @@ $(FUZZ_PROGRAMS): %: %.o $(MORE_OBJECTS) $(B)/flags
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
-# The programs in Python that render chat templates and read files of Parquet, as texts of C.
+# The programs in Python that render chat templates and read files of Parquet, and the page of a server, as texts of C.
+text_of_c = sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
 $(B)/data/tokens/jinja_program.h $(B)/data/datasets/parquet_program.h: $(B)/%_program.h: %.py $(B)/flags
 	@mkdir -p $(@D)
-	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
+	@$(text_of_c)
+$(B)/data/serve/page_text.h: data/serve/page.html $(B)/flags
+	@mkdir -p $(@D)
+	@$(text_of_c)
+$(B)/data/serve/serve.o $(B)/pic/data/serve/serve.o: $(B)/data/serve/page_text.h
 $(B)/data/tokens/jinja.o $(B)/pic/data/tokens/jinja.o: $(B)/data/tokens/jinja_program.h
 $(B)/data/datasets/parquet.o $(B)/pic/data/datasets/parquet.o: $(B)/data/datasets/parquet_program.h
 $(B)/%.cu.o: %.cu $(B)/flags

@@ -3909,7 +3909,7 @@ void mt_generator_destroy(mt_generator *generator);
  * max_tokens leaves room for. Sequences wait until one of the plan's cache_sequences is free and the cache has pages
  * for their tokens; the first ones in sequences[count] run first. If the cache is full, the last running one waits
  * again, and its tokens are computed anew. A sequence ends at a stop token, which it includes, or at its max_tokens.
- * Between steps the caller may append sequences, end some by setting `finish`, and leave out those that have ended, in
+ * Between steps the caller may append sequences, end some by setting `finish`, and leave out ended ones, in
  * the same order on every rank. A prompt that begins as a previous one shares its pages, or what is left of them.
  * Returns the number of unfinished sequences,
  * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
@@ -3927,7 +3927,7 @@ typedef struct mt_generator_totals {
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
 
-/* Pages of the cache: all, and those that hold keys and values of a sequence, or of an ended one until they are needed.
+/* Pages of the cache: all, and the ones with keys and values, of ended sequences too until their pages are needed.
  */
 void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used);
 

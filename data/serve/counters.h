@@ -9,6 +9,8 @@ extern "C" {
 #endif
 
 typedef struct mt_counters mt_counters;
+
+/* All zero; and their end. */
 mt_counters *mt_counters_open(void);
 void mt_counters_close(mt_counters *counters);
 

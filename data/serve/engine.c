@@ -23,7 +23,7 @@ typedef struct entry {
     void *owner;
 } entry;
 
-/* What rank 0 keeps of a request until the next step. */
+/* The part of a request that rank 0 keeps until the next step. */
 typedef struct newcomer {
     mt_logits_view *view;
     void *view_context, *owner;

@@ -12,7 +12,7 @@ extern "C" {
 
 typedef struct mt_engine mt_engine;
 
-/* What a sequence asks for. */
+/* A sequence that is to begin. */
 typedef struct mt_engine_request {
     int64_t id; // of its random draws, with sampling.seed
     const int32_t *prompt;
@@ -36,7 +36,7 @@ void mt_engine_add(mt_engine *engine, const mt_engine_request *request);
 void mt_engine_end(mt_engine *engine, int64_t index);
 
 /* Rank 0: takes a step; on several ranks these follow it. Sequences that had ended before are no longer in the list.
- * Without a sequence it only tells other ranks that this one is alive. Returns the number of sequences in the list, or
+ * Without a sequence it only shows other ranks that this one is alive. Returns the number of sequences in the list, or
  * -1 if logits are not finite. */
 int64_t mt_engine_step(mt_engine *engine, mt_error *error);
 

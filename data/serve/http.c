@@ -1,6 +1,7 @@
 /* http.c: the door of the server: HTTP by libmicrohttpd. Its threads read requests; a connection whose answer is not
  * ready is suspended and costs nothing; whoever has the answer resumes it. A suspended connection is not watched by
- * libmicrohttpd, so a thread here looks for clients that have gone, and for those that take too long for a request. */
+ * libmicrohttpd, so a thread here looks for clients that have gone, and for clients that take too long for a request.
+ */
 #include "http.h"
 
 #include "../base/file.h"
@@ -99,7 +100,7 @@ struct mt_exchange {
     bool is_answered, is_stream, is_ended; // the answer's status and type are known; it has parts; it is whole
     int status;
     char type[64];
-    mt_text answer;   // what is not sent yet
+    mt_text answer;   // the part that is not sent yet
     bool is_queued;   // given to libmicrohttpd
     bool is_received; // given to the receiver
     /* while the request is read */
@@ -230,6 +231,9 @@ static void add_headers(const mt_http *http, struct MHD_Response *response, cons
     MHD_add_response_header(response, "Content-Type", x->type);
     MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
     MHD_add_response_header(response, "Cache-Control", "no-store");
+    MHD_add_response_header(response, "Content-Security-Policy",
+                            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                            "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'");
     if (x->status == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (x->status == 405) MHD_add_response_header(response, "Allow", "GET, POST");
     if (x->status == 429 || x->status == 503) MHD_add_response_header(response, "Retry-After", "1");
@@ -285,7 +289,7 @@ static void refuse(mt_exchange *x, int status, const char *reason) {
     if (x->refusal == 0) x->refusal = status, x->reason = reason;
 }
 
-/* What the head of a request says about it. */
+/* Refuses a request by its head alone. */
 static void check_head(mt_exchange *x, struct MHD_Connection *connection) {
     const mt_http_config *config = &x->http->config;
     const char *host = header(connection, "Host"), *key = header(connection, "Authorization");
@@ -387,7 +391,7 @@ static void complete(void *context, struct MHD_Connection *connection, void **st
     pthread_mutex_unlock(&http->lock);
     pthread_mutex_lock(&x->lock);
     x->connection = NULL, x->is_suspended = false;
-    x->is_gone = code != MHD_REQUEST_TERMINATED_COMPLETED_OK;
+    x->is_gone |= code != MHD_REQUEST_TERMINATED_COMPLETED_OK;
     pthread_mutex_unlock(&x->lock);
     *state = NULL;
     unreference(x);

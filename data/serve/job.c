@@ -149,7 +149,7 @@ static char *token_name(const mt_service *service, mt_text *text, int32_t token)
 
 /* ---- log-probabilities */
 
-/* A log-probability: of what cannot be, the most negative number that clients read everywhere. */
+/* A log-probability; that of the impossible is a number too, as JSON has no infinity. */
 static json_t *json_logp(float logp) {
     return mt_json_real(isfinite(logp) ? (double)logp : -9999.0);
 }
@@ -410,7 +410,7 @@ static int64_t before_calls(const char *text, int64_t from, int64_t to) {
 
 /* The calls of a finished choice, as the last delta before its end. */
 static void send_calls(mt_job *job, mt_choice *choice, int64_t bytes) {
-    mt_text rest = copy_text(choice, choice->told_bytes, bytes);
+    mt_text rest = copy_text(choice, choice->sent_bytes, bytes);
     json_t *calls = rest.bytes > 0 ? take_calls(&rest, job->number, choice->index) : NULL, *call;
     if (calls) {
         size_t i;
@@ -420,7 +420,7 @@ static void send_calls(mt_job *job, mt_choice *choice, int64_t bytes) {
         json_object_set_new(delta, "tool_calls", calls);
         choice->finish = NULL;
         send_choice(job, make_choice(choice, &rest, 0, 0, delta));
-        choice->finish = "tool_calls", choice->told_bytes = bytes;
+        choice->finish = "tool_calls", choice->sent_bytes = bytes;
         json_decref(delta);
     }
     free(rest.data);
@@ -430,27 +430,27 @@ static void send_calls(mt_job *job, mt_choice *choice, int64_t bytes) {
 static void stream_choice(mt_job *job, mt_choice *choice) {
     const mt_request *r = &job->request;
     int64_t settled = 0, first = job->responses.items ? first_byte(choice) : 0;
-    if (choice->num_tokens == 0 || choice->told_tokens < 0) return; // it waits, or its end is sent
-    choice->told_bytes = mt_max(choice->told_bytes, first);
-    choice->told_tokens = mt_max(choice->told_tokens, first_token(choice));
+    if (choice->num_tokens == 0 || choice->sent_tokens < 0) return; // it waits, or its end is sent
+    choice->sent_bytes = mt_max(choice->sent_bytes, first);
+    choice->sent_tokens = mt_max(choice->sent_tokens, first_token(choice));
     if (job->responses.items) {
         const mt_response *response = &job->responses.items[choice->index];
         settled = mt_responses_settled(&job->responses, response);
         if (choice->finish && r->has_tools) send_calls(job, choice, response->text.bytes);
-        if (!choice->finish && r->has_tools) settled = before_calls(response->text.data, choice->told_bytes, settled);
+        if (!choice->finish && r->has_tools) settled = before_calls(response->text.data, choice->sent_bytes, settled);
     }
     int64_t to = last_token(choice, settled);
-    bool has_news = settled > choice->told_bytes || (!job->responses.items && to > choice->told_tokens);
+    bool has_news = settled > choice->sent_bytes || (!job->responses.items && to > choice->sent_tokens);
     if (!has_news && !choice->finish) return;
     mt_text text = {0};
-    if (job->responses.items) text = copy_text(choice, choice->told_bytes, settled);
+    if (job->responses.items) text = copy_text(choice, choice->sent_bytes, settled);
     json_t *delta = r->is_chat ? json_object() : NULL;
     if (r->is_chat && text.bytes > 0) json_object_set_new(delta, "content", json_text(text.data, text.bytes));
-    send_choice(job, make_choice(choice, &text, choice->told_tokens, mt_max(to, choice->told_tokens), delta));
+    send_choice(job, make_choice(choice, &text, choice->sent_tokens, mt_max(to, choice->sent_tokens), delta));
     json_decref(delta);
     free(text.data);
-    choice->told_bytes = mt_max(settled, choice->told_bytes), choice->told_tokens = mt_max(to, choice->told_tokens);
-    if (choice->finish) choice->told_tokens = -1;
+    choice->sent_bytes = mt_max(settled, choice->sent_bytes), choice->sent_tokens = mt_max(to, choice->sent_tokens);
+    if (choice->finish) choice->sent_tokens = -1;
 }
 
 /* The first event of a choice of a chat names its role. */

@@ -23,7 +23,7 @@ typedef struct mt_choice {
     int64_t num_tokens; // of the prompt and new ones so far
     int32_t *tokens;    // [num_tokens]: a copy, as the engine's sequence ends before the answer is sent
     int64_t tokens_capacity;
-    int64_t told_tokens, told_bytes; // what a stream has sent
+    int64_t sent_tokens, sent_bytes; // of a stream: sent
     const char *finish;              // "stop", "length", "tool_calls"; NULL: it runs
     bool is_cut;                     // it ends before a stop string
 } mt_choice;

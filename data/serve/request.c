@@ -21,7 +21,7 @@ int mt_refuse(mt_refusal *refusal, int status, const char *parameter, const char
 
 /* ---- fields */
 
-/* A field of a request: which requests may have it, and what becomes of it. */
+/* A field of a request: which requests may have it, and its effect. */
 typedef enum field_use {
     READ,    // by a function below
     IGNORED, // has no effect on the answer: a client's own notes

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-/* What is served: the same for all requests. */
+/* The model as requests see it: the same for all of them. */
 typedef struct mt_service {
     const char *name;              // of the model
     const mt_tokenizer *tokenizer; // NULL: prompts are tokens, and answers have no text

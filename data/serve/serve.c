@@ -44,7 +44,7 @@ typedef struct server {
     mt_job **running; // jobs whose choices the engine has
     int64_t num_running, running_capacity;
     int64_t max_sequences;
-    double told_ranks; // when the other ranks last heard from this one
+    double heard_at; // when the other ranks last heard from this one
     /* shared with the threads of HTTP, under the lock */
     pthread_mutex_t lock, chat_lock;
     pthread_cond_t arrival;
@@ -153,6 +153,20 @@ static int get_metrics(server *s, mt_exchange *x) {
     return 200;
 }
 
+static const char page[] =
+#if __has_include("data/serve/page_text.h") // page.html: make writes it into its build folder
+#include "data/serve/page_text.h"
+#else
+    "This build has no page; build it with make.\n"
+#endif
+    ;
+
+static int get_page(server *s, mt_exchange *x) {
+    (void)s;
+    mt_exchange_answer(x, 200, "text/html; charset=utf-8", page, sizeof page - 1);
+    return 200;
+}
+
 static int post_request(server *s, mt_exchange *x, bool is_chat) {
     mt_refusal refusal;
     mt_request request;
@@ -197,7 +211,8 @@ static const struct {
     bool is_open;  // needs no key
     bool is_early; // answers while the model is loaded
     route_function *answer;
-} routes[] = {{"GET", "/health", true, true, get_health},
+} routes[] = {{"GET", "/", true, true, get_page},
+              {"GET", "/health", true, true, get_health},
               {"GET", "/metrics", false, true, get_metrics},
               {"GET", "/v1/models", false, false, get_models},
               {"GET", "/v1/models/", false, false, get_model}, // with a name behind it
@@ -291,7 +306,7 @@ static bool has_room(const server *s, const mt_job *job) {
     return job == s->first && (count == 0 || count + job->num_choices <= s->max_sequences);
 }
 
-/* Takes jobs from the queue into the batch, in their order; drops those that are lost. */
+/* Takes jobs from the queue into the batch, in their order; drops lost ones. */
 static void admit(server *s) {
     for (;;) {
         pthread_mutex_lock(&s->lock);
@@ -377,8 +392,8 @@ static void wait_for_job(server *s) {
     pthread_mutex_unlock(&s->lock);
     int64_t seconds = s->run->options.stack.distributed_timeout_seconds;
     mt_error unused;
-    if (mt_time() - s->told_ranks < (seconds < 120 ? (double)seconds / 2 : 60)) return;
-    s->told_ranks = mt_time();
+    if (mt_time() - s->heard_at < (seconds < 120 ? (double)seconds / 2 : 60)) return;
+    s->heard_at = mt_time();
     mt_engine_step(s->engine, &unused);
 }
 
@@ -416,7 +431,7 @@ static int run_loop(server *s, mt_error *error) {
             continue;
         }
         double start = mt_time();
-        s->told_ranks = start;
+        s->heard_at = start;
         if (mt_engine_step(s->engine, error) < 0) {
             fail_all(s, error);
             return -1;
