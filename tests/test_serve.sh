@@ -110,7 +110,8 @@ ends_after_its_work() {
 
 # A port in use is known before the model is loaded.
 a_port_in_use_is_an_error() {
-    kill -0 "$server" && refused 'cannot be opened' "$infer" --load $golden/llama --serve "$port" --tokenizer-type ByteLevel
+    kill -0 "$server" &&
+        refused 'cannot be opened' "$infer" --load $golden/llama --serve "$port" --tokenizer-type ByteLevel
 }
 
 # Models with layers that keep states, with experts, and without a tokenizer.

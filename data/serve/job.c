@@ -2,6 +2,7 @@
 #include "job.h"
 
 #include "../tokens/tokenizer_vocab.h"
+#include "tool_calls.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -227,48 +228,6 @@ static json_t *chat_logprobs(const mt_choice *choice, int64_t from, int64_t to) 
     return all;
 }
 
-/* ---- tool calls */
-
-/* Takes the calls that a model has written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as the
- * templates of Hermes and Qwen ask for, out of its text. NULL: it calls nothing; then the text is as it was. */
-static json_t *take_calls(mt_text *text, int64_t number, int64_t index) {
-    static const char opens[] = "<tool_call>", closes[] = "</tool_call>";
-    json_t *calls = json_array();
-    mt_text rest = {0};
-    const char *at = text->data, *end = text->data + text->bytes, *begins;
-    while ((begins = memmem(at, (size_t)(end - at), opens, sizeof opens - 1)) != NULL) {
-        const char *inside = begins + sizeof opens - 1;
-        const char *ends = memmem(inside, (size_t)(end - inside), closes, sizeof closes - 1);
-        json_t *call = json_loadb(inside, (size_t)((ends ? ends : end) - inside), 0, NULL);
-        const json_t *name = json_object_get(call, "name"), *arguments = json_object_get(call, "arguments");
-        if (!json_is_string(name)) {
-            json_decref(call);
-            break;
-        }
-        char id[64], *dumped = json_is_string(arguments) ? strdup(json_string_value(arguments))
-                               : arguments               ? json_dumps(arguments, JSON_COMPACT | JSON_ENCODE_ANY)
-                                                         : strdup("{}");
-        snprintf(id, sizeof id, "call-%lld-%lld-%lld", (long long)number, (long long)index,
-                 (long long)json_array_size(calls));
-        json_array_append_new(calls, json_pack("{s:s, s:s, s:{s:s, s:s}}", "id", id, "type", "function", "function",
-                                               "name", json_string_value(name), "arguments", dumped));
-        free(dumped);
-        json_decref(call);
-        mt_text_append(&rest, at, begins - at);
-        at = ends ? ends + sizeof closes - 1 : end;
-    }
-    if (json_array_size(calls) == 0) {
-        json_decref(calls);
-        free(rest.data);
-        return NULL;
-    }
-    mt_text_append(&rest, at, end - at);
-    while (rest.bytes > 0 && strchr(" \t\r\n", rest.data[rest.bytes - 1])) rest.bytes--;
-    free(text->data);
-    *text = rest;
-    return calls;
-}
-
 /* ---- answers */
 
 static json_t *usage(const mt_job *job) {
@@ -335,7 +294,8 @@ static json_t *make_choice(const mt_choice *choice, mt_text *text, int64_t from,
     } else if (delta) {
         json_object_set(object, "delta", delta);
     } else {
-        json_t *message = json_object(), *calls = r->has_tools ? take_calls(text, job->number, choice->index) : NULL;
+        json_t *message = json_object(),
+               *calls = r->has_tools ? mt_tool_calls_take(text, job->number, choice->index) : NULL;
         mt_json_set_string(message, "role", "assistant");
         json_object_set_new(message, "content",
                             calls && text->bytes == 0 ? json_null() : json_text(text->data, text->bytes));
@@ -397,21 +357,10 @@ static void send_choice(mt_job *job, json_t *choice) {
     send_event(job, root);
 }
 
-/* Bytes of a text of a chat with tools that are no part of a call, nor may become one. */
-static int64_t before_calls(const char *text, int64_t from, int64_t to) {
-    static const char opens[] = "<tool_call>";
-    int64_t bytes = (int64_t)sizeof opens - 1;
-    const char *found = memmem(text + from, (size_t)(to - from), opens, (size_t)bytes);
-    if (found) return found - text;
-    for (int64_t part = mt_min(bytes - 1, to - from); part > 0; part--)
-        if (memcmp(text + to - part, opens, (size_t)part) == 0) return to - part;
-    return to;
-}
-
 /* The calls of a finished choice, as the last delta before its end. */
 static void send_calls(mt_job *job, mt_choice *choice, int64_t bytes) {
     mt_text rest = copy_text(choice, choice->sent_bytes, bytes);
-    json_t *calls = rest.bytes > 0 ? take_calls(&rest, job->number, choice->index) : NULL, *call;
+    json_t *calls = rest.bytes > 0 ? mt_tool_calls_take(&rest, job->number, choice->index) : NULL, *call;
     if (calls) {
         size_t i;
         json_array_foreach(calls, i, call) mt_json_set_int(call, "index", (int64_t)i);
@@ -437,7 +386,8 @@ static void stream_choice(mt_job *job, mt_choice *choice) {
         const mt_response *response = &job->responses.items[choice->index];
         settled = mt_responses_settled(&job->responses, response);
         if (choice->finish && r->has_tools) send_calls(job, choice, response->text.bytes);
-        if (!choice->finish && r->has_tools) settled = before_calls(response->text.data, choice->sent_bytes, settled);
+        if (!choice->finish && r->has_tools)
+            settled = mt_tool_calls_begin(response->text.data, choice->sent_bytes, settled);
     }
     int64_t to = last_token(choice, settled);
     bool has_news = settled > choice->sent_bytes || (!job->responses.items && to > choice->sent_tokens);

@@ -591,6 +591,13 @@ void mt_serve(mt_inference *r) {
     mt_stops stops;
     const mt_run_options *o = &r->options;
     int64_t limit = o->inference_max_seq_length > 0 ? o->inference_max_seq_length : CONTEXT;
+    if (r->grid.data.size > 1 && o->stack.expert_model_parallel_size == 1)
+        mt_inference_check(r,
+                           mt_error_set(&error,
+                                        "--serve: %d data-parallel ranks would all do the same work; start a server "
+                                        "for each, or divide the model (--tensor-model-parallel-size)",
+                                        r->grid.data.size),
+                           &error);
     hold_signals(r);
     r->context = mt_min(r->context, limit);
     open_server(&s, r);
