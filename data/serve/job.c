@@ -111,8 +111,7 @@ static void token_text(mt_text *text, const mt_service *service, int32_t token) 
     text->bytes = 0;
     if (!service->tokenizer || token >= mt_tokenizer_vocab_size(service->tokenizer)) return;
     if (mt_tokenizer_is_special(service->tokenizer, token)) {
-        const char *name = mt_token_text(service->tokenizer, token);
-        if (name) mt_text_append(text, name, (int64_t)strlen(name));
+        mt_text_append(text, mt_token_text(service->tokenizer, token), service->tokenizer->tokens[token].text_bytes);
     } else if (mt_tokenizer_decode(service->tokenizer, &token, 1, text, &error) != 0) {
         text->bytes = 0;
     }

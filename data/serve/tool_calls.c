@@ -48,6 +48,7 @@ json_t *mt_tool_calls_take(mt_text *text, int64_t number, int64_t index) {
 int64_t mt_tool_calls_begin(const char *text, int64_t from, int64_t to) {
     static const char opens[] = "<tool_call>";
     int64_t bytes = (int64_t)sizeof opens - 1;
+    if (to <= from) return to;
     const char *found = memmem(text + from, (size_t)(to - from), opens, (size_t)bytes);
     if (found) return found - text;
     for (int64_t part = mt_min(bytes - 1, to - from); part > 0; part--)
