@@ -442,6 +442,25 @@ def greedy(path):
     in_threads(8, ask)
 
 
+def rate(path, tokens):
+    """Prints tokens per second of one client for each line of the file, all at once; each stops at a length."""
+    prompts = [json.loads(line)["prompt"] for line in open(path, encoding="utf-8")]
+    connections = [http.client.HTTPConnection("127.0.0.1", PORT, timeout=WAIT) for _ in prompts]
+    counts = [0] * len(prompts)
+
+    def ask(number, wanted):
+        body = {"prompt": prompts[number], "max_tokens": wanted, "temperature": 0}
+        status, text = call("POST", "/v1/completions", body, connection=connections[number])
+        assert status == 200, text
+        counts[number] = json.loads(text)["usage"]["completion_tokens"]
+
+    in_threads(len(prompts), lambda number: ask(number, 1))
+    start = time.time()
+    in_threads(len(prompts), lambda number: ask(number, int(tokens)))
+    seconds = time.time() - start
+    print("infer --serve: %d clients, %d tokens, %.1f tokens/s" % (len(prompts), sum(counts), sum(counts) / seconds))
+
+
 if __name__ == "__main__":
     PORT = int(sys.argv[1])
     globals()[sys.argv[2]](*sys.argv[3:])

@@ -578,9 +578,11 @@ static void close_server(server *s) {
 /* SIGTERM and SIGINT end the loop; a client that closes its connection raises no signal. */
 static void hold_signals(const mt_inference *r) {
     bool stops[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = true, [MT_EXIT_SIGINT] = true};
-    const char *note = "note: no new requests; those at hand are finished first, another signal ends at once\n";
+    const char *graceful = "note: no new requests; those at hand are finished first, another signal ends at once\n",
+               *killed = "note: no new requests; those at hand are finished first, as far as mpirun lets: it ends its "
+                         "ranks after OMPI_MCA_odls_base_sigkill_timeout seconds (default: 1)\n";
     mt_signals_hold();
-    if (r->is_first) mt_signals_note(note, note);
+    if (r->is_first) mt_signals_note(graceful, killed);
     mt_signals_keep(stops);
     signal(SIGPIPE, SIG_IGN);
 }
