@@ -12,8 +12,8 @@ trap '[ -z "$server" ] || kill -KILL "$server"; rm -rf "$work"' EXIT
 makes_a_model() {
     "$train" --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --lr 0.01 \
         --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --mock-data \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo-tokenizer.json --save "$work/model" \
-        >"$work/out" 2>"$work/err" || return 1
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo-tokenizer.json --save "$work/run" \
+        >"$work/out" 2>"$work/err" && cp -R "$work/run/iter_0000002" "$work/model" || return 1
     echo '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}' \
         >"$work/model/tokenizer_config.json"
     cat >"$work/model/chat_template.jinja" <<'JINJA'
