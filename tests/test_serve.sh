@@ -15,6 +15,7 @@ begin() {
     set -- "$infer" --load "$folder" --device cpu --serve "$place" "$@"
     # shellcheck disable=SC2046
     [ "$ranks" = 1 ] || set -- $(mpirun_here) -np "$ranks" "$@"
+    : >"$work/log" # the server before has written another port
     "$@" >"$work/served" 2>"$work/log" </dev/null &
     server=$!
     port=''
