@@ -62,7 +62,7 @@ CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $
 B := build/$(or $(CONFIG),default)
 BIN := $(if $(CONFIG),$(B)/bin/)
 
-LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc cmocka cuda nccl cudnn gnuplot
+LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc http cmocka cuda nccl cudnn gnuplot
 ifneq ($(filter-out $(LIBRARIES),$(WITHOUT)),)
 $(error WITHOUT=$(WITHOUT): the libraries are $(LIBRARIES))
 endif
@@ -257,10 +257,15 @@ $(FUZZ_PROGRAMS): %: %.o $(MORE_OBJECTS) $(B)/flags
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
-# The programs in Python that render chat templates and read files of Parquet, as texts of C.
+# The programs in Python that render chat templates and read files of Parquet, and the page of a server, as texts of C.
+text_of_c = sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
 $(B)/data/tokens/jinja_program.h $(B)/data/datasets/parquet_program.h: $(B)/%_program.h: %.py $(B)/flags
 	@mkdir -p $(@D)
-	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
+	@$(text_of_c)
+$(B)/data/serve/page_text.h: data/serve/page.html $(B)/flags
+	@mkdir -p $(@D)
+	@$(text_of_c)
+$(B)/data/serve/serve.o $(B)/pic/data/serve/serve.o: $(B)/data/serve/page_text.h
 $(B)/data/tokens/jinja.o $(B)/pic/data/tokens/jinja.o: $(B)/data/tokens/jinja_program.h
 $(B)/data/datasets/parquet.o $(B)/pic/data/datasets/parquet.o: $(B)/data/datasets/parquet_program.h
 $(B)/%.cu.o: %.cu $(B)/flags
@@ -520,11 +525,11 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
-	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch \
+	libyaml-dev libpcre2-dev libutf8proc-dev libmicrohttpd-dev libcmocka-dev gnuplot-nox patch \
 	python3-jinja2
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
-	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch python3-jinja2
-BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc cmocka gnuplot
+	pcre2-devel utf8proc-devel libmicrohttpd-devel libcmocka-devel gnuplot patch python3-jinja2
+BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc libmicrohttpd cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.
 define install_packages

@@ -15929,6 +15929,11 @@ mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling 
     return mt_row_sample(logits, scores, vocab_size, sampling, mt_sequence_uniform(sequence, sampling->seed), scratch);
 }
 
+float mt_logits_logp(const float *logits, int64_t vocab_size, int32_t token) {
+    int32_t greatest = mt_row_argmax(logits, vocab_size);
+    return greatest < 0 ? NAN : mt_token_logp(logits, vocab_size, greatest, token, 1);
+}
+
 /* ---- sequences */
 
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
@@ -15968,8 +15973,9 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
-        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
-        b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
+        b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -16084,6 +16090,7 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
 /* True if sequence i is to wait for a state that a running sequence is about to leave. */
 static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, int64_t i) {
     const mt_sequence *own = &sequences[i];
+    if (own->views_prompt) return false;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
         if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
@@ -16117,7 +16124,7 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
-        int64_t tokens = mt_cache_slot_common(b, &b->slots[s], sequence);
+        int64_t tokens = sequence->views_prompt ? 0 : mt_cache_slot_common(b, &b->slots[s], sequence);
         if (tokens > common) common = tokens, source = s;
         if (b->slots[s].sequence < 0 && (slot < 0 || b->slots[s].used < b->slots[slot].used)) slot = s;
     }
@@ -16151,6 +16158,15 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     return true;
 }
 
+bool mt_batcher_row_is_viewed(const mt_batcher *b, const mt_sequence *sequences, int64_t logit_row) {
+    const mt_sequence *sequence = &sequences[b->logit_sequences[logit_row]];
+    return b->batch.positions[b->logit_rows[logit_row]] + 1 < sequence->num_tokens;
+}
+
+static void mt_batcher_add_logits(mt_batcher *b, int64_t row, int64_t i) {
+    b->logit_rows[b->num_logits] = (int32_t)row, b->logit_sequences[b->num_logits++] = i;
+}
+
 /* Adds the uncached tokens of sequence i, as many as fit, as one span. */
 static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
     mt_cache_slot *s = &b->slots[sequence->slot];
@@ -16158,6 +16174,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
+    int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
+    if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -16168,8 +16186,9 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
     if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
-    if (count < wanted) return;
-    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
+    viewed = mt_min(viewed, count), b->num_viewed += viewed;
+    for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
+    if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
 }
 
 /* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
@@ -16183,7 +16202,7 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
-    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
     b->num_state_copies = 0;
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
@@ -16191,6 +16210,7 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+        MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
     }
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
@@ -16227,7 +16247,7 @@ struct mt_generator {
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    float *logits;            // [max_sequences, vocab_size] for a repetition penalty; NULL: the device samples
+    float *logits;            // [max_sequences + max_viewed, vocab_size] on the host; NULL: the device samples
     double *uniforms;         // [max_sequences]
     mt_sampled *sampled;      // [max_sequences]
     mt_generator_totals totals;
@@ -16242,23 +16262,39 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 
-mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
+/* True if a sampling needs the logits on the host. */
+static bool mt_sampling_penalizes(const mt_sampling *s) {
+    return s->repetition_penalty > 0 && s->repetition_penalty != 1;
+}
+
+static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                       int64_t max_viewed) {
     mt_generator *g = mt_calloc(sizeof *g);
     const mt_model_plan *plan = &model->plan;
     int64_t most = plan->cache_sequences, together = model->grid->data.size;
-    MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
+    MT_CHECK(plan->page_rows > 0 && most + max_viewed <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
-    batching.has_states = mt_has_states(model->options);
+    batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
     g->batcher = mt_batcher_create(&batching);
-    if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
-        g->logits = mt_malloc(most * model->options->vocab_size * 4);
+    if (mt_sampling_penalizes(sampling) || max_viewed > 0)
+        g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
     g->uniforms = mt_calloc(most * 8);
-    g->sampled = mt_malloc(most * (int64_t)sizeof *g->sampled);
+    g->sampled = mt_malloc((most + max_viewed) * (int64_t)sizeof *g->sampled);
     mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
+}
+
+mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
+    return mt_generator_open(model, sampling, stops, 0);
+}
+
+mt_generator *mt_generator_create_mixed(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                        int64_t max_viewed) {
+    MT_CHECK(max_viewed > 0);
+    return mt_generator_open(model, sampling, stops, max_viewed);
 }
 
 void mt_generator_destroy(mt_generator *g) {
@@ -16270,23 +16306,67 @@ void mt_generator_destroy(mt_generator *g) {
     free(g);
 }
 
-/* Runs the model's forward and samples a token from each of `rows` rows of logits. */
+static const mt_sampling *mt_generator_sampling(const mt_generator *g, const mt_sequence *sequence) {
+    return sequence->sampling ? sequence->sampling : &g->sampling;
+}
+
+/* True if one operation can sample for both; the seed is in the random numbers. */
+static bool mt_samplings_agree(const mt_sampling *a, const mt_sampling *b) {
+    if (a->logprobs != b->logprobs || a->logp_scale != b->logp_scale || a->temperature != b->temperature) return false;
+    return a->temperature == 0 || (a->top_k == b->top_k && a->top_p == b->top_p && a->min_p == b->min_p);
+}
+
+/* True if the device can sample for all rows of the forward: nobody views logits, and samplings agree. */
+static bool mt_generator_agrees(const mt_generator *g, const mt_sequence *sequences) {
+    const mt_batcher *b = g->batcher;
+    const mt_sampling *first = b->num_logits > 0 ? mt_generator_sampling(g, &sequences[b->logit_sequences[0]]) : NULL;
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        const mt_sampling *sampling = mt_generator_sampling(g, sequence);
+        bool viewed = sequence->view || sequence->views_prompt;
+        if (viewed || mt_sampling_penalizes(sampling) || !mt_samplings_agree(first, sampling)) return false;
+    }
+    return true;
+}
+
+/* Runs the model's forward and samples a token from each of `rows` rows of logits that gives one. */
 static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, int64_t rows) {
     mt_batcher *b = g->batcher;
     int64_t V = g->model->options->vocab_size;
-    for (int64_t row = 0; row < b->num_logits; row++)
-        g->uniforms[row] = mt_sequence_uniform(&sequences[b->logit_sequences[row]], g->sampling.seed);
-    if (!g->logits) {
-        mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, &g->sampling, g->uniforms,
+    if (mt_generator_agrees(g, sequences)) {
+        const mt_sampling *sampling = &g->sampling;
+        for (int64_t row = 0; row < b->num_logits; row++) {
+            const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+            sampling = mt_generator_sampling(g, sequence);
+            g->uniforms[row] = mt_sequence_uniform(sequence, sampling->seed);
+        }
+        mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, sampling, g->uniforms,
                                g->sampled);
         return;
     }
+    MT_CHECK(g->logits);
     mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
     mt_scratch scratch = mt_scratch_reserve(2 * V);
 #pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
-    for (int64_t row = 0; row < b->num_logits; row++)
-        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[b->logit_sequences[row]],
-                                    (int32_t *)mt_scratch_slice(scratch));
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (!mt_batcher_row_is_viewed(b, sequences, row))
+            g->sampled[row] = mt_sample(g->logits + row * V, V, mt_generator_sampling(g, sequence), sequence,
+                                        (int32_t *)mt_scratch_slice(scratch));
+    }
+}
+
+/* Shows the logits of the forward to the views of its sequences, which have their new tokens. */
+static void mt_generator_show(const mt_generator *g, const mt_sequence *sequences) {
+    const mt_batcher *b = g->batcher;
+    int64_t V = g->model->options->vocab_size;
+#pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (sequence->view)
+            sequence->view(sequence->view_context, sequence, b->batch.positions[b->logit_rows[row]],
+                           g->logits + row * V);
+    }
 }
 
 /* Appends a sampled token to its sequence. */
@@ -16298,6 +16378,10 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
                             "large for their precision",
                             (long long)sequence->num_tokens);
+    if (sequence->num_tokens >= sequence->max_tokens) { // the prompt alone, which is read for its logits
+        sequence->finish = MT_FINISH_LENGTH;
+        return 0;
+    }
     if (sequence->logps) sequence->logps[at] = sampled->logp, sequence->sampled_logps[at] = sampled->sampled_logp;
     sequence->tokens[sequence->num_tokens++] = sampled->token;
     bool stops = g->stops.ends_text && g->stops.ends_text(g->stops.context, sequence);
@@ -16322,19 +16406,23 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
+    bool shows = false;
     int status = 0;
     int64_t rows = b->num_logits;
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
+    for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
-        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+        if (!mt_batcher_row_is_viewed(b, sequences, row))
+            status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
     for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
         if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
     }
+    if (shows && status == 0) mt_generator_show(g, sequences);
     return status;
 }
 
@@ -16345,7 +16433,7 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     int status = mt_generator_forward(g, sequences, error);
     totals->prefill_tokens += g->batcher->num_prefill;
     totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits - g->batcher->num_viewed;
     *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
@@ -16363,6 +16451,10 @@ bool mt_generator_agree(const mt_generator *g, bool wanted) {
 
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
     return generator->totals;
+}
+
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used) {
+    *all = generator->batcher->plan.num_pages, *used = *all - generator->batcher->num_free;
 }
 
 /* ==== §17 gated delta net ========================================================================================= */

@@ -3930,7 +3930,12 @@ int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source,
 
 typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_finish;
 
-/* A sequence being generated. */
+/* Sees the model's logits [vocab_size] after sequence->tokens[position], on the host. The token that follows is in
+ * `tokens` already, unless the sequence ends before it. Several threads call it at once, each for another position. */
+struct mt_sequence;
+typedef void mt_logits_view(void *context, const struct mt_sequence *sequence, int64_t position, const float *logits);
+
+/* A sequence being generated. The last fields are for generators of mt_generator_create_mixed. */
 typedef struct mt_sequence {
     int64_t id;         // part of the key of its random draws
     int32_t *tokens;    // [max_tokens] the prompt, then the generated tokens
@@ -3943,6 +3948,10 @@ typedef struct mt_sequence {
                    // their layers; NULL: not kept
     int64_t slot;  // of the cache while it runs; -1: it waits or has ended
     mt_finish finish;
+    const mt_sampling *sampling; // its own; NULL: the generator's
+    mt_logits_view *view;        // sees the logits of every new token; NULL: none
+    void *view_context;
+    bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -3957,6 +3966,9 @@ typedef struct mt_sequence {
  * batch. `scratch` has room for 2 vocab_size. */
 mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
                      int32_t *scratch);
+
+/* log softmax(logits)[token], of logits[vocab_size] whose largest is finite; NaN if none is. */
+float mt_logits_logp(const float *logits, int64_t vocab_size, int32_t token);
 
 /* The ends of a sequence: tokens, and a function that sees every new token. */
 enum { MT_MAX_STOPS = 256 };
@@ -3984,14 +3996,22 @@ typedef struct mt_generator mt_generator;
 /* A generator for a model whose plan has mt_generator_plan or mt_plan_generation. Every rank creates it; the model's
  * weights do not change while it lives. */
 mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops);
+
+/* The same for sequences with settings of their own: samplings that differ, and views of logits. A forward whose
+ * sequences agree and that nobody views samples on the device; any other takes its logits to the host, where they have
+ * memory. max_viewed: rows of logits of prompts in a forward at most; the plan's max_logits is at least its
+ * cache_sequences + max_viewed, and max_viewed at least 1. */
+mt_generator *mt_generator_create_mixed(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                        int64_t max_viewed);
 void mt_generator_destroy(mt_generator *generator);
 
 /* One forward: the next token of each running sequence, and as many tokens of the prompts of others as the plan's
  * max_tokens leaves room for. Sequences wait until one of the plan's cache_sequences is free and the cache has pages
  * for their tokens; the first ones in sequences[count] run first. If the cache is full, the last running one waits
  * again, and its tokens are computed anew. A sequence ends at a stop token, which it includes, or at its max_tokens.
- * Call it with the same sequences, and perhaps more at the end, until none is unfinished; then with others. A prompt
- * that begins as a previous one shares its pages, or what is left of them. Returns the number of unfinished sequences,
+ * Between steps the caller may append sequences, end some by setting `finish`, and leave out ended ones, in
+ * the same order on every rank. A prompt that begins as a previous one shares its pages, or what is left of them.
+ * Returns the number of unfinished sequences,
  * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
@@ -4007,6 +4027,10 @@ typedef struct mt_generator_totals {
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
 
+/* Pages of the cache: all, and the ones with keys and values, of ended sequences too until their pages are needed.
+ */
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used);
+
 /* ---- continuous batching over a cache in pages (Kwon et al., see mt_pages): the tokens of the next forward, their
  * sequences, and the pages of their keys and values. It knows no model. */
 
@@ -4015,8 +4039,9 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;   // layers keep states: a text shares a prefix only where a state stands
+    int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;    // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -4025,6 +4050,7 @@ typedef struct mt_batcher {
     mt_batch batch;           // with its page table
     int32_t *cache_rows;      // [num_tokens] where keys and values are written
     int64_t num_logits;       // rows whose logits are needed
+    int64_t num_viewed;       // of them those of tokens within prompts, which give no token
     int32_t *logit_rows;      // [num_logits]
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
@@ -4043,8 +4069,12 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan);
 void mt_batcher_destroy(mt_batcher *batcher);
 
 /* Fills the next forward, and sets the slots of sequences; returns its number of tokens, 0 if no sequence is
- * unfinished. The caller appends a token to every sequence of logit_sequences. See mt_generator_step. */
+ * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
+ * mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* True for a row of logits of a token within a prompt: the token that follows is known. */
+bool mt_batcher_row_is_viewed(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);
 
 /* Fills the batch up to num_tokens tokens, at most page_rows more, with tokens whose results nobody reads. */
 void mt_batcher_pad(mt_batcher *batcher, int64_t num_tokens);

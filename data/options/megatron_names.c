@@ -462,7 +462,7 @@ static const struct {
      "inference-dynamic-batching-sampling-backend inference-dynamic-batching-track-generated-token-events "
      "inference-dynamic-batching-track-paused-request-events inference-dynamic-batching-unified-memory-level "
      "inference-fuse-tp-communication inference-grouped-gemm-backend inference-logging-step-interval "
-     "inference-max-seq-length inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
+     "inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
      "inference-sampling-seed inference-shards inference-text-gen-server-logging "
      "inference-use-synchronous-zmq-collectives inference-wandb-logging max-tokens-to-oom mlp-chunks-for-prefill "
      "nccl-all-reduce-for-prefill num-speculative-tokens offset-sampling-seed-by-dp-rank return-log-probs "

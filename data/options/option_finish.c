@@ -435,8 +435,8 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
     bool of_chat = MT_GIVEN(o, chat_template) || o->chat_template_kwargs;
-    if (of_chat && !o->chat && !o->score && !o->prompts)
-        return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
+    if (of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
+        return mt_error_set(error, "--chat-template%s needs --chat, --prompts, --serve or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
     if (o->score && o->stack.seq_length == 0 && !mt_options_score_samples(o))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");

@@ -186,7 +186,7 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic,
  * another policy loss. Dual clipping is for several losses, and is not passed over. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
+    static const char purposes[] = "sft|chat|score|serve|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
                                    "dynamic-sampling|recompute-granularity|lora-rank|optimizer-cpu-offload|"
                                    "pg-variant|rollout-is|rollout-rs";
     const mt_run_options *o = reader->options;
@@ -195,7 +195,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     bool of_saving = row->offset == MT_AT(save_interval) || row->offset == MT_AT(save_interval_fraction);
     if (!o->save && (of_saving || row->offset == MT_AT(keep_checkpoints))) return true;
     bool of_chat = row->offset == MT_AT(chat_template) || row->offset == MT_AT(chat_template_kwargs);
-    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts) return true;
+    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
+        return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
         !o->prompts && !o->prompt_tokens)
         return true;

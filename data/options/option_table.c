@@ -1409,8 +1409,8 @@ const mt_option mt_option_table[] = {
     {"inference-max-requests", MT_INT, MT_AT(inference_max_requests), MT_BOTH, MT_OF_RUN, "256", "[1,1000000]",
      "sequences at once on a data-parallel rank; when one ends, the next takes its place", .needs = "stage rl"},
     {"kv-cache-tokens", MT_INT, MT_AT(kv_cache_tokens), MT_BOTH, MT_OF_RUN, NULL, "[1,2000000000]",
-     "tokens whose keys and values are kept on a data-parallel rank (default: those of all sequences at once); "
-     "sequences wait for room",
+     "tokens whose keys and values are kept on a data-parallel rank (default: those of all sequences at once; with "
+     "--serve 65536, or those of one sequence); sequences wait for room",
      .needs = "stage rl", .own = true},
     {"inference-dynamic-batching-block-size", MT_INT, MT_AT(inference_dynamic_batching_block_size), MT_BOTH, MT_OF_RUN,
      "128", "[1,65536]", "tokens of a page of keys and values, a power of two; GPUs are fastest with 128 or more",
@@ -1420,6 +1420,35 @@ const mt_option mt_option_table[] = {
      .excludes = "prompt, prompt-tokens", .own = true},
     {"system-prompt", MT_STRING, MT_AT(system_prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "begin the conversation with this system message", .needs = "chat", .own = true},
+
+    {.help = "serving"},
+    {"serve", MT_STRING, MT_AT(serve), MT_INFER, MT_OF_RUN, NULL, "[ADDRESS:]PORT",
+     "answer requests by HTTP as OpenAI's interface has them: /v1/completions, /v1/chat/completions, /v1/models, "
+     "/tokenize, /health, /metrics; by default to this machine alone, 127.0.0.1; until SIGTERM. Options of sampling "
+     "hold for requests that say nothing",
+     .excludes = "prompt, prompts, prompt-tokens, print-tokens, chat, score, convert, merge-adapter, stop, out, "
+                 "num-return-sequences",
+     .own = true},
+    {"api-key", MT_STRING, MT_AT(api_key), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "the first line of this file is a key, which requests must bring as Authorization: Bearer KEY", .needs = "serve",
+     .own = true},
+    {"serve-model-name", MT_STRING, MT_AT(serve_model_name), MT_INFER, MT_OF_RUN, NULL, "NAME",
+     "name of the model in requests (default: that of its folder)", .needs = "serve", .own = true},
+    {"serve-queue", MT_INT, MT_AT(serve_queue), MT_INFER, MT_OF_RUN, "256", "[1,1000000]",
+     "requests that wait at most; more are refused with the status 429", .needs = "serve", .own = true},
+    {"serve-timeout", MT_INT, MT_AT(serve_timeout), MT_INFER, MT_OF_RUN, "600", "[0,1000000]",
+     "seconds that a request may take, in the queue and after it; 0: as many as it needs", .needs = "serve",
+     .own = true},
+    {"serve-max-body", MT_INT, MT_AT(serve_max_body), MT_INFER, MT_OF_RUN, "8388608", "[1024,1073741824]",
+     "bytes of a request at most", .needs = "serve", .own = true},
+    {"serve-cors", MT_STRING, MT_AT(serve_cors), MT_INFER, MT_OF_RUN, NULL, "ORIGIN",
+     "let pages of this origin, such as https://example.org, call the server from a browser", .needs = "serve",
+     .own = true},
+    {"max-prefill-tokens", MT_INT, MT_AT(max_prefill_tokens), MT_INFER, MT_OF_RUN, "512", "[1,1000000]",
+     "tokens of prompts that are read in one step beside the sequences that generate: fewer delay these less",
+     .needs = "serve", .own = true},
+    {"inference-max-seq-length", MT_INT, MT_AT(inference_max_seq_length), MT_INFER, MT_OF_RUN, NULL, "[2,1073741824]",
+     "tokens of prompt and answer at most (default: the model's context, at most 8192)", .needs = "serve"},
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",

@@ -60,7 +60,7 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
 /* Of a finished infer. */
 static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file) {
     bool writes = o->merge_adapter || o->convert, generates = !o->score && !writes,
-         argmax = generates && o->stack.temperature == 0;
+         argmax = generates && !o->serve && o->stack.temperature == 0; // requests have temperatures of their own
     bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0,
          dense = mt_num_expert_layers(&o->stack) == 0;
     const char *top = "--temperature 0 takes the most probable token", *merges = "no text is generated",
