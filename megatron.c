@@ -14770,9 +14770,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     if (cpu || m->offload || m->host_optimizer) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
     if (cpu && !over_limit) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
+    int digits = over_limit ? 2 : 1;
     char limit[64] = "";
     if (over_limit)
-        snprintf(limit, sizeof limit, " of --memory-limit %.1f GiB", (double)m->options->memory_limit / gib);
+        snprintf(limit, sizeof limit, " of --memory-limit %.2f GiB", (double)m->options->memory_limit / gib);
     static const char *const rows[MT_PLAN_TOTAL] = {
         [MT_PLAN_WEIGHTS] = "weights",           [MT_PLAN_GRADIENTS] = "gradients",
         [MT_PLAN_OPTIMIZER] = "optimizer state", [MT_PLAN_BUFFERS] = "buckets",
@@ -14785,9 +14786,10 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     bool of_tokens = largest >= MT_PLAN_ACTIVATIONS; // these grow with the batch
     if (refused && (ranks == 1 || !cpu || over_limit))
         mt_error_set(error,
-                     "the model needs %.1f GiB of memory (%s: %.1f) and the %s has %.1f GiB available%s; %s%s, or take "
+                     "the model needs %.*f GiB of memory (%s: %.*f) and the %s has %.*f GiB available%s; %s%s, or take "
                      "a smaller model",
-                     (double)needed / gib, rows[largest], most, cpu ? "machine" : "GPU", (double)available / gib, limit,
+                     digits, (double)needed / gib, rows[largest], digits, most, cpu ? "machine" : "GPU", digits,
+                     (double)available / gib, limit,
                      of_tokens ? "lower --micro-batch-size or " : "split the model over more ranks",
                      of_tokens ? fewer : "");
     else if (refused)
