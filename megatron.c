@@ -3803,8 +3803,8 @@ void mt_gpu_kinds_note(char *text, int64_t bytes, const mt_gpu_facts *gpus, int 
 }
 
 void mt_gpu_memory_note(char *text, int64_t bytes, const mt_gpu_facts *gpu, int number) {
-    // A context of this program takes less, on an H200 0.7 GiB, with the kernels of NCCL 1.3; on small GPUs half of it.
-    const int64_t context = (int64_t)3 << (gpu->draws ? 28 : 29);
+    // A context of this program takes less: on an H200 1.3 GiB, and more with the kernels of NCCL; on small GPUs half.
+    const int64_t context = mt_max((int64_t)3 << (gpu->draws ? 28 : 29), gpu->total / 32);
     int64_t taken = gpu->free < 0 ? 0 : gpu->total - gpu->free;
     *text = 0;
     if (taken > context)

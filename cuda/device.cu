@@ -140,29 +140,26 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
-/* Bytes of the pool of cudaMallocAsync that no block has: it takes them before it asks the GPU for more. */
-static int64_t idle_in_pool(cudaMemPool_t pool) {
-    uint64_t reserved = 0, used = 0;
-    MT_CUDA(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
-    MT_CUDA(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used));
-    return (int64_t)(reserved - used);
-}
-
-/* Returns idle memory of the pool to the GPU, then compares. Waits for nothing. */
-static bool exceeds_limit_ordered(int64_t bytes) {
+/* What the pool of cudaMallocAsync keeps goes back to the GPU before an allocation counts as too large: first what is
+ * free now, then what the stream's work frees. */
+static bool exceeds_limit_ordered(int64_t bytes, mt_stream *stream) {
     cudaMemPool_t pool;
     int device;
     if (!exceeds_limit(bytes)) return false;
     MT_CUDA(cudaGetDevice(&device));
     MT_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
     MT_CUDA(cudaMemPoolTrimTo(pool, 0));
-    return bytes > mt_cuda_memory_available() + idle_in_pool(pool);
+    if (!exceeds_limit(bytes)) return false;
+    mt_cuda_stream_synchronize(stream);
+    MT_CUDA(cudaMemPoolTrimTo(pool, 0));
+    return exceeds_limit(bytes);
 }
 
 extern "C" void *mt_cuda_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
     void *memory = NULL;
-    cudaError_t status = exceeds_limit_ordered(bytes) ? cudaErrorMemoryAllocation
-                                                      : cudaMallocAsync(&memory, (size_t)bytes, mt_cuda_stream(stream));
+    cudaError_t status = exceeds_limit_ordered(bytes, stream)
+                             ? cudaErrorMemoryAllocation
+                             : cudaMallocAsync(&memory, (size_t)bytes, mt_cuda_stream(stream));
     if (status == cudaErrorMemoryAllocation) out_of_memory("cudaMallocAsync", __FILE__, __LINE__, bytes);
     mt_cuda_check(status, "cudaMallocAsync", __FILE__, __LINE__);
     return memory;

@@ -47,7 +47,7 @@ class GPT2(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.norm(x), self.tokens.weight)
-        return F.cross_entropy(logits.view(-1, VOCABULARY).float(), labels.view(-1))
+        return F.cross_entropy(logits.view(-1, VOCABULARY).float(), labels.reshape(-1))
 
 
 def main():

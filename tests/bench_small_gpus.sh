@@ -22,12 +22,11 @@ fi
 for arch in 75 80; do
     [ -x "$directory/$arch/train" ] && continue
     echo "building for PTX of $arch (log: $directory/$arch.log)"
-    mkdir -p "$directory/$arch"
-    if ! make CUDA_ARCH=$arch-virtual train >"$directory/$arch.log" 2>&1; then
+    if ! make CUDA_ARCH=$arch-virtual B="$directory/$arch" BIN="$directory/$arch/" "$directory/$arch/train" \
+        >"$directory/$arch.log" 2>&1; then
         tail -n 5 "$directory/$arch.log" >&2
         exit 1
     fi
-    cp train "$directory/$arch/train"
 done
 
 # rate FILE: the median of tokens/s in the last half of a run.
