@@ -140,8 +140,8 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
-/* Memory that the pool of cudaMallocAsync keeps goes back to the GPU before an allocation counts as too large:
- * blocks that are free now, then those that the stream's work frees. */
+/* Idle memory of the pool of cudaMallocAsync goes back to the GPU before an allocation counts as too large: at once,
+ * and if that is not enough, after the stream's work. */
 static bool exceeds_limit_ordered(int64_t bytes, mt_stream *stream) {
     cudaMemPool_t pool;
     int device;
