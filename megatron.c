@@ -3771,62 +3771,6 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 const mt_ops mt_cpu_ops = {
     .name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY) MT_PLAIN_OPERATIONS(MT_CPU_ENTRY)};
 
-int mt_gpu_check(const mt_gpu_facts *gpu, int number, mt_error *error) {
-    if (gpu->capability < 75)
-        return mt_error_set(error, "GPU %d (%s) is older than compute capability 7.5; use --device cpu", number,
-                            gpu->name);
-    if (gpu->kernels == 0)
-        return mt_error_set(error,
-                            "GPU %d (%s) has compute capability %d.%d, for which this build has no kernels: make "
-                            "CUDA_ARCH=%d builds them, and CUDA_ARCH=\"80 %d\" for two kinds; or choose other GPUs by "
-                            "CUDA_VISIBLE_DEVICES, or --device cpu",
-                            number, gpu->name, gpu->capability / 10, gpu->capability % 10, gpu->capability,
-                            gpu->capability);
-    return 0;
-}
-
-void mt_gpu_kinds_note(char *text, int64_t bytes, const mt_gpu_facts *gpus, int count) {
-    bool differ = false;
-    for (int i = 1; i < count; i++)
-        differ |= gpus[i].capability != gpus[0].capability || strcmp(gpus[i].name, gpus[0].name) != 0;
-    *text = 0;
-    if (!differ) return;
-    int64_t used = snprintf(text, (size_t)bytes, "this host has GPUs of different kinds:");
-    for (int i = 0; i < count && used < bytes; i++)
-        used +=
-            snprintf(text + used, (size_t)(bytes - used), "%s %d %s (%d.%d, %.1f GiB)", i ? "," : "", i, gpus[i].name,
-                     gpus[i].capability / 10, gpus[i].capability % 10, (double)gpus[i].total / 0x1p30);
-    if (used < bytes)
-        snprintf(text + used, (size_t)(bytes - used),
-                 "; ranks take them in this order, the slowest sets the pace and the smallest the memory; "
-                 "CUDA_VISIBLE_DEVICES chooses");
-}
-
-void mt_gpu_memory_note(char *text, int64_t bytes, const mt_gpu_facts *gpu, int number) {
-    // A context of this program takes less: on an H200 1.3 GiB, and more with the kernels of NCCL; on small GPUs half.
-    const int64_t context = mt_max((int64_t)3 << (gpu->draws ? 28 : 29), gpu->total / 32);
-    int64_t taken = gpu->free < 0 ? 0 : gpu->total - gpu->free;
-    *text = 0;
-    if (taken > context)
-        snprintf(text, (size_t)bytes,
-                 "%.1f of %.1f GiB of GPU %d (%s) are in use already, by %s; this run has the rest",
-                 (double)taken / 0x1p30, (double)gpu->total / 0x1p30, number, gpu->name,
-                 gpu->draws ? "its screen and other programs" : "other programs");
-    else if (gpu->draws)
-        snprintf(text, (size_t)bytes, "GPU %d (%s) draws a screen, which may take memory while this runs", number,
-                 gpu->name);
-}
-
-bool mt_pageable_serves(char *text, int64_t bytes, int64_t size, const char *release) {
-    const int64_t large = 16 << 20; // smaller blocks are read by the host in each step
-    bool is_wsl = strstr(release, "microsoft") || strstr(release, "Microsoft");
-    *text = 0;
-    if (size < large) return false;
-    snprintf(text, (size_t)bytes, "%.1f GiB of host memory were not pinned%s: copies between host and GPU are slower",
-             (double)size / 0x1p30, is_wsl ? ", for WSL2 pins at most half of the memory" : "");
-    return true;
-}
-
 #ifndef MT_HAVE_CUDA
 int mt_cuda_num_gpus(void) {
     return 0;
@@ -4106,6 +4050,62 @@ static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
         if (memcmp(other->members, group->members, (size_t)group->size * sizeof(int)) == 0) return other;
     }
     return NULL;
+}
+
+int mt_gpu_check(const mt_gpu_facts *gpu, int number, mt_error *error) {
+    if (gpu->capability < 75)
+        return mt_error_set(error, "GPU %d (%s) is older than compute capability 7.5; use --device cpu", number,
+                            gpu->name);
+    if (gpu->kernels == 0)
+        return mt_error_set(error,
+                            "GPU %d (%s) has compute capability %d.%d, for which this build has no kernels: make "
+                            "CUDA_ARCH=%d builds them, and CUDA_ARCH=\"80 %d\" for two kinds; or choose other GPUs by "
+                            "CUDA_VISIBLE_DEVICES, or --device cpu",
+                            number, gpu->name, gpu->capability / 10, gpu->capability % 10, gpu->capability,
+                            gpu->capability);
+    return 0;
+}
+
+void mt_gpu_kinds_note(char *text, int64_t bytes, const mt_gpu_facts *gpus, int count) {
+    bool differ = false;
+    for (int i = 1; i < count; i++)
+        differ |= gpus[i].capability != gpus[0].capability || strcmp(gpus[i].name, gpus[0].name) != 0;
+    *text = 0;
+    if (!differ) return;
+    int64_t used = snprintf(text, (size_t)bytes, "this host has GPUs of different kinds:");
+    for (int i = 0; i < count && used < bytes; i++)
+        used +=
+            snprintf(text + used, (size_t)(bytes - used), "%s %d %s (%d.%d, %.1f GiB)", i ? "," : "", i, gpus[i].name,
+                     gpus[i].capability / 10, gpus[i].capability % 10, (double)gpus[i].total / 0x1p30);
+    if (used < bytes)
+        snprintf(text + used, (size_t)(bytes - used),
+                 "; ranks take them in this order, the slowest sets the pace and the smallest the memory; "
+                 "CUDA_VISIBLE_DEVICES chooses");
+}
+
+void mt_gpu_memory_note(char *text, int64_t bytes, const mt_gpu_facts *gpu, int number) {
+    // A context of this program takes less: on an H200 1.3 GiB, and more with the kernels of NCCL; on small GPUs half.
+    const int64_t context = mt_max((int64_t)3 << (gpu->draws ? 28 : 29), gpu->total / 32);
+    int64_t taken = gpu->free < 0 ? 0 : gpu->total - gpu->free;
+    *text = 0;
+    if (taken > context)
+        snprintf(text, (size_t)bytes,
+                 "%.1f of %.1f GiB of GPU %d (%s) are in use already, by %s; this run has the rest",
+                 (double)taken / 0x1p30, (double)gpu->total / 0x1p30, number, gpu->name,
+                 gpu->draws ? "its screen and other programs" : "other programs");
+    else if (gpu->draws)
+        snprintf(text, (size_t)bytes, "GPU %d (%s) draws a screen, which may take memory while this runs", number,
+                 gpu->name);
+}
+
+bool mt_pageable_serves(char *text, int64_t bytes, int64_t size, const char *release) {
+    const int64_t large = 16 << 20; // smaller blocks are read by the host in each step
+    bool is_wsl = strstr(release, "microsoft") || strstr(release, "Microsoft");
+    *text = 0;
+    if (size < large) return false;
+    snprintf(text, (size_t)bytes, "%.1f GiB of host memory were not pinned%s: copies between host and GPU are slower",
+             (double)size / 0x1p30, is_wsl ? ", for WSL2 pins at most half of the memory" : "");
+    return true;
 }
 
 static char mt_backend_line[2048];

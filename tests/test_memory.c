@@ -1,6 +1,6 @@
 /* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. And the memory
  * that the machine and its control groups leave, the limit of --memory-limit, and lines about small GPUs. */
-// Sections of megatron.c: §9b §15a §15b §3a
+// Sections of megatron.c: §9b §15a §15b §3a §4
 #include "../data/base/file.h"
 #include "../data/base/host_memory.h"
 #include "../data/options/option_table.h"
