@@ -65,6 +65,9 @@ static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAt
     config->numAttrs = 1;
 }
 
+/* True within a block of memory_alloc_host that is not pinned: kernels cannot take it. */
+bool mt_cuda_is_pageable(const void *memory);
+
 /* The stream's workspace. It must hold at least `bytes` (see mt_cuda_workspace_bytes); a smaller one is a bug in the
  * caller. */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);

@@ -176,6 +176,22 @@ static cudaError_t allocate_pinned(void **memory, int64_t bytes) {
     return cudaMallocHost(memory, (size_t)bytes);
 }
 
+/* Host memory that is not pinned. No kernel and no cudaMemset takes it, and cudaMemcpyAsync reads it at once, before
+ * the stream's work, which may write it (cudaLaunchHostFunc). */
+enum { MOST_PAGEABLE = 64 };
+static struct {
+    char *begin;
+    int64_t bytes;
+} pageable[MOST_PAGEABLE];
+static int num_pageable;
+
+bool mt_cuda_is_pageable(const void *memory) {
+    for (int i = 0; i < num_pageable; i++)
+        if ((const char *)memory >= pageable[i].begin && (const char *)memory < pageable[i].begin + pageable[i].bytes)
+            return true;
+    return false;
+}
+
 extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
     static bool reported;
     void *memory = NULL;
@@ -188,7 +204,7 @@ extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
     }
     cudaGetLastError(); // no later call returns it
     uname(&system);
-    if (!mt_pageable_serves(line, sizeof line, bytes, system.release)) {
+    if (!mt_pageable_serves(line, sizeof line, bytes, system.release) || num_pageable == MOST_PAGEABLE) {
         snprintf(reason, sizeof reason,
                  "%lld bytes of host memory cannot be pinned; end other programs, or raise the host's memory (under "
                  "WSL2 in .wslconfig)",
@@ -197,21 +213,26 @@ extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
     }
     if (!reported) fprintf(stderr, "rank %d: %s\n", mt_launch_rank(), line);
     reported = true;
-    return mt_cpu_ops.memory_alloc_host(bytes);
+    memory = mt_cpu_ops.memory_alloc_host(bytes);
+    pageable[num_pageable].begin = (char *)memory, pageable[num_pageable++].bytes = bytes;
+    return memory;
 }
 
 extern "C" void mt_cuda_memory_free_host(void *memory) {
-    cudaPointerAttributes attributes;
-    if (!memory) return;
-    MT_CUDA(cudaPointerGetAttributes(&attributes, memory));
-    if (attributes.type == cudaMemoryTypeUnregistered)
-        mt_cpu_ops.memory_free_host(memory);
-    else
+    int i = 0;
+    while (i < num_pageable && pageable[i].begin != memory) i++;
+    if (i == num_pageable) {
         MT_CUDA(cudaFreeHost(memory));
+        return;
+    }
+    mt_cpu_ops.memory_free_host(memory);
+    pageable[i] = pageable[--num_pageable];
 }
 
-/* A copy to pageable host memory blocks: waits first, where peers are watched. */
-static void wait_before_copy(const void *to, mt_stream *stream) {
+/* A copy to pageable host memory blocks: waits first, where peers are watched. A copy from it begins with the stream's
+ * earlier work done. */
+static void wait_before_copy(const void *to, const void *from, mt_stream *stream) {
+    if (mt_cuda_is_pageable(from)) mt_cuda_stream_synchronize(stream);
     if (!mt_cuda_comm_is_open()) return;
     cudaPointerAttributes attributes;
     MT_CUDA(cudaPointerGetAttributes(&attributes, to));
@@ -219,7 +240,7 @@ static void wait_before_copy(const void *to, mt_stream *stream) {
 }
 
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    wait_before_copy(to, stream);
+    wait_before_copy(to, from, stream);
     MT_CUDA(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
@@ -230,12 +251,17 @@ extern "C" void mt_cuda_memory_copy_rows(void *to, int64_t to_stride, const void
         mt_cuda_memory_copy(to, from, bytes, stream);
         return;
     }
-    wait_before_copy(to, stream);
+    wait_before_copy(to, from, stream);
     MT_CUDA(cudaMemcpy2DAsync(to, (size_t)to_stride, from, (size_t)from_stride, (size_t)bytes, (size_t)rows,
                               cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
 extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
+    if (mt_cuda_is_pageable(memory)) {
+        mt_cuda_stream_synchronize(stream);
+        memset(memory, 0, (size_t)bytes);
+        return;
+    }
     MT_CUDA(cudaMemsetAsync(memory, 0, (size_t)bytes, mt_cuda_stream(stream)));
 }
 

@@ -2196,6 +2196,11 @@ static void a_limit_makes_a_smaller_gpu(void **state) {
 }
 
 #ifdef MT_HAVE_CUDA
+static void write_later(void *context) {
+    usleep(200000);
+    ((unsigned char *)context)[5] = 77;
+}
+
 /* Blocks that are not pinned, as most are not under WSL2, hold the same values; small ones are pinned. */
 static void blocks_that_are_not_pinned_are_copied_too(void **state) {
     (void)state;
@@ -2215,6 +2220,21 @@ static void blocks_that_are_not_pinned_are_copied_too(void **state) {
     assert_int_equal(attributes.type, cudaMemoryTypeHost);
     for (int64_t i = 0; i < bytes; i++) from[i] = (unsigned char)(i * 31 + i / 4099);
     gpu->memory_copy(device, from, bytes, gpu_stream);
+    gpu->memory_copy(to, device, bytes, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_memory_equal(from, to, bytes);
+    // a copy that follows work of the stream on the host has its result
+    gpu->stream_call_host(gpu_stream, write_later, from);
+    gpu->memory_copy(device, from, bytes, gpu_stream);
+    gpu->memory_copy(to, device, bytes, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_true(from[5] == 77 && to[5] == 77);
+    // zeros and random numbers, as the states of an optimizer on the host begin
+    gpu->memory_zero(to + 1000, bytes - 1000, gpu_stream);
+    gpu->random_normal(from, bytes / 4, 3, 5, 0.5f, 2, MT_F32, gpu_stream);
+    gpu->random_normal(device, bytes / 4, 3, 5, 0.5f, 2, MT_F32, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_true(to[999] != 0 && to[1000] == 0 && to[bytes - 1] == 0);
     gpu->memory_copy(to, device, bytes, gpu_stream);
     gpu->stream_synchronize(gpu_stream);
     assert_memory_equal(from, to, bytes);
