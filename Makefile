@@ -10,6 +10,8 @@
 ## make times         print how long the suites took here when they ran last
 ## make needs EXAMPLE=focal_loss  print the files that an example needs, for a copy of its own
 ## make test-all      run all tests;  make test-slow: the rest alone
+## make kernels       build notes/examples/kernels.cu, a softmax and a matrix product on a GPU in four steps each
+## make examples      build the programs that the commands of the chapters run: train, mini and notes/examples
 ## make mini          build notes/mini.c, every parallelism in one file, as build/default/notes/mini; and its steps
 ## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
 ## make manual        man pages and bash completions of train and infer, from the table of options
@@ -90,6 +92,7 @@ EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 MPICC ?= mpicc
 MINI_PROGRAMS := $(patsubst %.c,$(B)/%,notes/mini.c $(wildcard notes/steps/*.c))
+KERNELS := $(B)/notes/examples/kernels
 MINI = $(if $(HAVE_MPI),$(if $(shell command -v $(MPICC)),$(B)/notes/mini))
 CRASH_SHIM := $(if $(wildcard tests/crash_shim.c),$(B)/tests/crash_shim.so)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
@@ -110,7 +113,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno, no traps, and a*b+c may be one instruction. No -ffast-math, which reorders sums.
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: test-all test-slow mini has-mpicc has-pandoc
+.PHONY: test-all test-slow mini kernels examples has-mpicc has-nvcc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-fp8 needs times
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
@@ -129,8 +132,8 @@ else
 
 # ---- What the machine has (data/scripts/probe.sh), unless nothing is compiled ----------------------------------------
 
-COMPILES := $(filter-out help notes puzzle mini clean deps deps-dev lint sizes format format-check plot probe fuzz \
-	test-all test-slow uninstall needs times \
+COMPILES := $(filter-out help notes puzzle mini kernels clean deps deps-dev lint sizes format format-check plot probe \
+	fuzz test-all test-slow uninstall needs times \
 	$(if $(filter book,$(MAKECMDGOALS)),$(if $(shell command -v pandoc),,book)),$(or $(MAKECMDGOALS),all))
 ifneq ($(COMPILES),)
 include $(B)/config.mk
@@ -161,7 +164,7 @@ OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
 CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(ARCHS)),-DMT_HAVE_SM90A) \
 	$(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
 CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
-CUDA_EXAMPLES := $(patsubst %.cu,$(B)/%,$(wildcard notes/examples/*.cu))
+CUDA_EXAMPLES := $(filter-out $(KERNELS),$(patsubst %.cu,$(B)/%,$(wildcard notes/examples/*.cu)))
 endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. -I$(B) $(OPT) $(DEBUG) $(WARNINGS) $(MATHS) $(CHECKS) \
@@ -197,7 +200,7 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 
 all: $(OBJECTS) $(PROGRAMS)
 everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) \
-	$(if $(MINI),$(MINI_PROGRAMS)) $(DRAW) $(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
+	$(if $(ARCHS),$(KERNELS)) $(if $(MINI),$(MINI_PROGRAMS)) $(DRAW) $(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
 @mkdir -p $(@D); $(call progress,LD $@)
@@ -228,6 +231,23 @@ $(filter-out %/8,$(MINI_PROGRAMS)): $(B)/%: %.c | has-mpicc
 	$(Q)OMPI_CC='$(CC)' MPICH_CC='$(CC)' $(MPICC) -std=c11 -O1 $(WARNINGS) $(CHECKS) -o $@ $< -lm
 $(B)/notes/steps/8: $(B)/notes/mini
 	@mkdir -p $(@D); ln -sf ../mini $@
+# This one needs nvcc, and neither the library nor a GPU: where none answers, it is compiled for two.
+KERNELS_NVCC := $(if $(filter cuda,$(WITHOUT)),,$(strip $(or $(NVCC),$(shell command -v nvcc), \
+	$(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc))))
+KERNELS_ARCHS = $(patsubst 90,90a,$(or $(CUDA_ARCH),$(subst .,,$(sort \
+	$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -x '[0-9.]*'))),80 90a))
+KERNELS_FLAGS = -std=c++17 -O3 -lineinfo \
+	$(foreach a,$(KERNELS_ARCHS:%-virtual=%),-gencode=arch=compute_$a,code=sm_$a) \
+	$(foreach a,$(filter-out %a,$(KERNELS_ARCHS:%-virtual=%)),-gencode=arch=compute_$a,code=compute_$a) \
+	$(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
+$(KERNELS): notes/examples/kernels.cu $(B)/kernels.flags
+	@mkdir -p $(@D); $(call progress,NVCC $<)
+	$(Q)$(KERNELS_NVCC) $(KERNELS_FLAGS) -o $@ $<
+$(B)/kernels.flags: FORCE | has-nvcc
+	+@mkdir -p $(@D); echo '$(KERNELS_FLAGS)' >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+has-nvcc:
+	@[ -n '$(KERNELS_NVCC)' ] || \
+		{ echo "make kernels needs nvcc, of CUDA; NVCC=... or CUDA_HOME=... names its place" >&2; exit 1; }
 has-mpicc:
 	@command -v $(MPICC) >/dev/null || { echo "make mini needs $(MPICC): make deps installs MPI" >&2; exit 1; }
 $(FUZZ_PROGRAMS): %: %.o $(MORE_OBJECTS) $(B)/flags
@@ -342,6 +362,7 @@ NEEDED_BY_crash = $(CRASH_SHIM)
 NEEDED_BY_workshop = $(if $(HAVE_CMOCKA),$(B)/tests/test_grid)
 NEEDED_BY_examples = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES)
 NEEDED_BY_notes = $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(if $(MINI),$(MINI_PROGRAMS))
+NEEDED_BY_gpus = $(if $(KERNELS_NVCC),$(KERNELS))
 NEEDED_BY_mini = $(MINI)
 NEEDED_BY_puzzles = $(MINI)
 NEEDED_BY_bench_gpu = $(B)/tests/bench_cuda_attention
@@ -377,6 +398,8 @@ needs:
 	@echo $$(awk -f data/scripts/needs.awk notes/examples/$(EXAMPLE).c)
 
 mini: $(MINI_PROGRAMS)
+kernels: $(KERNELS)
+examples: all $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) $(if $(ARCHS),$(KERNELS)) $(if $(MINI),$(MINI_PROGRAMS))
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(filter-out %/bench_checkpoint %/bench_calibrate,$(BENCH_PROGRAMS)); do $$program || exit 1; done

@@ -912,12 +912,16 @@ static void mt_cpu_event_synchronize(mt_event *event) {
 /* ==== §3b linear layers ========================================================================================== */
 /* Three matrix products: y = x w^T, dx = dy w and dw += dy^T x. */
 
-/* A matrix of floats, or a block of one: stored rows are `stride` apart. As an operand it may be transposed: then the
- * stored rows are its columns. */
+/* A matrix, or a block of one: stored rows are `stride` apart. As an operand it may be transposed: then the stored rows
+ * are its columns. Its elements are floats, or those of bf16 where mt_multiplies_bf16. */
 typedef struct mt_matrix {
-    const float *data;
+    union {
+        const float *data;
+        const uint16_t *bits; // bf16
+    };
     int64_t stride;
     bool transposed;
+    mt_dtype dtype; // MT_F32 or MT_BF16
 } mt_matrix;
 
 static mt_matrix mt_transposed(mt_matrix matrix) {
@@ -927,7 +931,11 @@ static mt_matrix mt_transposed(mt_matrix matrix) {
 
 /* The block that starts at an element of an operand. */
 static mt_matrix mt_matrix_at(mt_matrix matrix, int64_t row, int64_t column) {
-    matrix.data += matrix.transposed ? column * matrix.stride + row : row * matrix.stride + column;
+    int64_t at = matrix.transposed ? column * matrix.stride + row : row * matrix.stride + column;
+    if (matrix.dtype == MT_F32)
+        matrix.data += at;
+    else
+        matrix.bits += at;
     return matrix;
 }
 
@@ -1116,7 +1124,157 @@ static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 }
 #endif
 
-const char *mt_cpu_products_note(void) {
+/* ---- products of bf16, where the processor multiplies it (AVX512-BF16, AMX): sums in fp32 */
+
+#ifdef MT_HAVE_DNNL
+/* Whether oneDNN may use instructions that multiply bf16. DNNL_MAX_CPU_ISA limits it. */
+static bool mt_multiplies_bf16(void) {
+    return ((int)dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
+}
+
+static void mt_dnnl_check(dnnl_status_t status, const char *call) {
+    if (status != dnnl_success) mt_die("%s failed with status %d; out of memory?", call, (int)status);
+}
+#define MT_DNNL(call) mt_dnnl_check(call, #call)
+
+/* A product of one tile's shape, compiled by oneDNN, and handles of its operands. */
+typedef struct mt_bf16_kernel {
+    int64_t M, N, K, a_stride, b_stride, stride;
+    bool a_transposed, b_transposed, accumulate;
+    dnnl_primitive_t product;
+    dnnl_memory_t a, b, c;
+} mt_bf16_kernel;
+
+static dnnl_memory_t mt_bf16_operand(dnnl_engine_t engine, int64_t rows, int64_t columns, int64_t stride,
+                                     bool transposed, dnnl_data_type_t type) {
+    dnnl_dims_t sizes = {rows, columns}, strides = {transposed ? 1 : stride, transposed ? stride : 1};
+    dnnl_memory_t memory;
+#if DNNL_VERSION_MAJOR >= 3
+    dnnl_memory_desc_t layout;
+    MT_DNNL(dnnl_memory_desc_create_with_strides(&layout, 2, sizes, type, strides));
+    MT_DNNL(dnnl_memory_create(&memory, layout, engine, DNNL_MEMORY_NONE));
+    MT_DNNL(dnnl_memory_desc_destroy(layout));
+#else
+    dnnl_memory_desc_t layout;
+    MT_DNNL(dnnl_memory_desc_init_by_strides(&layout, 2, sizes, type, strides));
+    MT_DNNL(dnnl_memory_create(&memory, &layout, engine, DNNL_MEMORY_NONE));
+#endif
+    return memory;
+}
+
+/* Compiles the product that `kernel` describes. */
+static void mt_bf16_compile(mt_bf16_kernel *kernel, dnnl_engine_t engine) {
+    dnnl_primitive_attr_t attributes;
+    dnnl_post_ops_t after;
+    dnnl_primitive_desc_t description;
+    kernel->a = mt_bf16_operand(engine, kernel->M, kernel->K, kernel->a_stride, kernel->a_transposed, dnnl_bf16);
+    kernel->b = mt_bf16_operand(engine, kernel->K, kernel->N, kernel->b_stride, kernel->b_transposed, dnnl_bf16);
+    kernel->c = mt_bf16_operand(engine, kernel->M, kernel->N, kernel->stride, false, dnnl_f32);
+    MT_DNNL(dnnl_post_ops_create(&after));
+    MT_DNNL(dnnl_primitive_attr_create(&attributes));
+#if DNNL_VERSION_MAJOR >= 3
+    const_dnnl_memory_desc_t a, b, c;
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->a, &a));
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->b, &b));
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->c, &c));
+    if (kernel->accumulate) MT_DNNL(dnnl_post_ops_append_sum(after, 1.0f, 0, dnnl_f32));
+    MT_DNNL(dnnl_primitive_attr_set_post_ops(attributes, after));
+    MT_DNNL(dnnl_matmul_primitive_desc_create(&description, engine, a, b, NULL, c, attributes));
+#else
+    const dnnl_memory_desc_t *a, *b, *c;
+    dnnl_matmul_desc_t operands;
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->a, &a));
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->b, &b));
+    MT_DNNL(dnnl_memory_get_memory_desc(kernel->c, &c));
+    if (kernel->accumulate) MT_DNNL(dnnl_post_ops_append_sum(after, 1.0f));
+    MT_DNNL(dnnl_primitive_attr_set_post_ops(attributes, after));
+    MT_DNNL(dnnl_matmul_desc_init(&operands, a, b, NULL, c));
+    MT_DNNL(dnnl_primitive_desc_create(&description, &operands, attributes, engine, NULL));
+#endif
+    MT_DNNL(dnnl_primitive_create(&kernel->product, description));
+    dnnl_primitive_desc_destroy(description);
+    dnnl_primitive_attr_destroy(attributes);
+    dnnl_post_ops_destroy(after);
+}
+
+/* One tile, by the calling thread. Each thread keeps kernels of its own: two may not run one at the same time. */
+static void mt_bf16_tile(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                         bool accumulate) {
+    enum { KEPT = 256 };
+    static _Thread_local mt_bf16_kernel kernels[KEPT];
+    static _Thread_local int count, oldest;
+    static _Thread_local dnnl_engine_t engine;
+    static _Thread_local dnnl_stream_t stream;
+    mt_bf16_kernel *kernel = kernels, *end = kernels + count;
+    while (kernel < end &&
+           (kernel->M != M || kernel->N != N || kernel->K != K || kernel->stride != stride ||
+            kernel->a_stride != a.stride || kernel->b_stride != b.stride || kernel->a_transposed != a.transposed ||
+            kernel->b_transposed != b.transposed || kernel->accumulate != accumulate))
+        kernel++;
+    mt_shelter_from_signals();
+    if (!engine) {
+        MT_DNNL(dnnl_engine_create(&engine, dnnl_cpu, 0));
+        MT_DNNL(dnnl_stream_create(&stream, engine, dnnl_stream_default_flags));
+    }
+    if (kernel == end) {
+        if (count < KEPT) {
+            count++;
+        } else {
+            kernel = &kernels[oldest++ % KEPT];
+            dnnl_primitive_destroy(kernel->product);
+            dnnl_memory_destroy(kernel->a), dnnl_memory_destroy(kernel->b), dnnl_memory_destroy(kernel->c);
+        }
+        *kernel = (mt_bf16_kernel){.M = M,
+                                   .N = N,
+                                   .K = K,
+                                   .a_stride = a.stride,
+                                   .b_stride = b.stride,
+                                   .stride = stride,
+                                   .a_transposed = a.transposed,
+                                   .b_transposed = b.transposed,
+                                   .accumulate = accumulate};
+        mt_bf16_compile(kernel, engine);
+    }
+    union { // handles are not const
+        const uint16_t *bits;
+        void *memory;
+    } left = {a.bits}, right = {b.bits};
+    MT_DNNL(dnnl_memory_set_data_handle(kernel->a, left.memory));
+    MT_DNNL(dnnl_memory_set_data_handle(kernel->b, right.memory));
+    MT_DNNL(dnnl_memory_set_data_handle(kernel->c, c));
+    const dnnl_exec_arg_t operands[] = {
+        {DNNL_ARG_SRC, kernel->a}, {DNNL_ARG_WEIGHTS, kernel->b}, {DNNL_ARG_DST, kernel->c}};
+    MT_DNNL(dnnl_primitive_execute(kernel->product, stream, 3, operands));
+}
+
+/* Tiles depend on the shape only, as those of fp32 above: the same bits whatever the number of threads. Within the
+ * parallel region oneDNN starts no threads of its own. */
+static void mt_matmul_bf16(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                           bool accumulate) {
+    int64_t rows = M, columns = N;
+    while (rows > 512) rows = mt_halve(rows);
+    while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
+        columns = mt_halve(columns);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t n = 0; n < N; n += columns)
+        for (int64_t m = 0; m < M; m += rows)
+            mt_bf16_tile(c + m * stride + n, stride, mt_matrix_at(a, m, 0), mt_matrix_at(b, 0, n), mt_min(rows, M - m),
+                         mt_min(columns, N - n), K, accumulate);
+}
+#else
+static bool mt_multiplies_bf16(void) {
+    return false;
+}
+
+static void mt_matmul_bf16(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                           bool accumulate) {
+    mt_die("products of bf16 need oneDNN");
+}
+#endif
+
+const char *mt_cpu_products_note(mt_dtype dtype) {
+    if (dtype == MT_BF16 && mt_multiplies_bf16())
+        return "Products of bf16 are the processor's own (AMX or AVX512-BF16), by oneDNN";
 #if defined MT_HAVE_BLAS && defined OPENBLAS_THREAD && (defined __x86_64__ || defined __i386__)
     static char note[256];
     if (!__builtin_cpu_supports("avx2") || !mt_openblas_is_old()) return NULL;
@@ -1194,7 +1352,9 @@ static void mt_matmul_few_rows(float *c, int64_t stride, mt_matrix a, mt_matrix 
 /* c[M, N] = a b, or += when accumulate, with a [M, K] and b [K, N]; rows of c are `stride` apart. */
 static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                       bool accumulate) {
-    if (M <= 4 && !a.transposed)
+    if (a.dtype == MT_BF16)
+        mt_matmul_bf16(c, stride, a, b, M, N, K, accumulate);
+    else if (M <= 4 && !a.transposed)
         mt_matmul_few_rows(c, stride, a, b, M, N, K, accumulate);
     else
         mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
@@ -1278,6 +1438,7 @@ static void mt_matrix_store(void *y, int64_t offset, float *block, int64_t rows,
 typedef struct mt_linear_blocks {
     int64_t T, N, x_stride, y_stride; // T and N of a block
     bool in_place;                    // results are computed where they are stored: fp32, not scaled
+    bool is_bf16;                     // operands are multiplied as they are stored, in bf16
     float *x, *w, *y, *row;           // scratch
 } mt_linear_blocks;
 
@@ -1285,11 +1446,19 @@ static mt_linear_blocks mt_linear_blocks_of(const mt_grouped_args *a, mt_dtype d
     mt_linear_blocks b = {.x_stride = a->x_stride ? a->x_stride : a->K, .y_stride = a->y_stride ? a->y_stride : a->N};
     b.T = mt_linear_block(a->M, 512, dtype), b.N = mt_linear_block(a->N, 1024, dtype);
     b.in_place = dtype == MT_F32 && a->scale == 0;
+    b.is_bf16 = dtype == MT_BF16 && a->M * a->N * a->K > 1 << 18 && mt_multiplies_bf16();
     int64_t x_floats = b.in_place ? 0 : b.T * a->K, y_floats = b.in_place ? 0 : b.T * b.N;
     int64_t w_floats = mt_matrix_scratch(b.N, a->K, dtype);
     b.x = mt_scratch_grow(x_floats + w_floats + y_floats + mt_max(b.N, a->K));
     b.w = b.x + x_floats, b.y = b.w + w_floats, b.row = b.y + y_floats;
     return b;
+}
+
+/* A block of an operand. */
+static mt_matrix mt_linear_operand(const mt_linear_blocks *b, float *scratch, const void *x, int64_t offset,
+                                   int64_t rows, int64_t columns, int64_t stride, mt_dtype dtype) {
+    if (b->is_bf16) return (mt_matrix){.bits = (const uint16_t *)x + offset, .stride = stride, .dtype = MT_BF16};
+    return mt_matrix_load(scratch, x, offset, rows, columns, stride, dtype);
 }
 
 /* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
@@ -1302,11 +1471,11 @@ static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias
     mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
     for (int64_t t = 0; t < a->M; t += b.T) {
         int64_t rows = mt_min(b.T, a->M - t);
-        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        mt_matrix x = mt_linear_operand(&b, b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
         for (int64_t n = 0; n < a->N; n += b.N) {
             int64_t columns = mt_min(b.N, a->N - n), at = t * b.y_stride + n,
                     stride = b.in_place ? b.y_stride : columns;
-            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
+            mt_matrix w = mt_linear_operand(&b, b.w, a->w, n * K, columns, K, K, dtype);
             float *y = b.in_place ? (float *)a->y + at : b.y;
             const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
@@ -1326,8 +1495,8 @@ static void mt_linear_product_backward_input(const mt_grouped_args *a, mt_dtype 
         float *dx = b.in_place ? (float *)a->dx + t * b.x_stride : b.x;
         for (int64_t n = 0; n < a->N; n += b.N) {
             int64_t columns = mt_min(b.N, a->N - n);
-            mt_matrix w = mt_matrix_load(b.w, a->w, n * K, columns, K, K, dtype);
-            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matrix w = mt_linear_operand(&b, b.w, a->w, n * K, columns, K, K, dtype);
+            mt_matrix dy = mt_linear_operand(&b, b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
             mt_matmul(dx, stride, dy, w, rows, K, columns, (b.in_place && a->accumulate) || n > 0);
         }
         if (!b.in_place) mt_matrix_store(a->dx, t * b.x_stride, dx, rows, K, b.x_stride, a, dtype);
@@ -1340,10 +1509,10 @@ static void mt_linear_product_backward_weight(const mt_grouped_args *a, mt_dtype
     int64_t K = a->K;
     for (int64_t t = 0; t < a->M; t += b.T) {
         int64_t rows = mt_min(b.T, a->M - t);
-        mt_matrix x = mt_matrix_load(b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
+        mt_matrix x = mt_linear_operand(&b, b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
         for (int64_t n = 0; n < a->N; n += b.N) {
             int64_t columns = mt_min(b.N, a->N - n);
-            mt_matrix dy = mt_matrix_load(b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
+            mt_matrix dy = mt_linear_operand(&b, b.y, a->dy, t * b.y_stride + n, rows, columns, b.y_stride, dtype);
             mt_matmul(a->dw + n * K, K, mt_transposed(dy), x, columns, K, rows, a->accumulate || t > 0);
         }
     }
@@ -2249,7 +2418,8 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     const mt_attention *call = task->call;
     int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
-    const mt_matrix p_columns = {p, columns, true}, ds_columns = {ds, columns, true};
+    const mt_matrix p_columns = {.data = p, .stride = columns, .transposed = true},
+                    ds_columns = {.data = ds, .stride = columns, .transposed = true};
     mt_attention_block b = {.j0 = j0, .columns = columns};
     mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * (D + Dv));
     mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
@@ -8049,7 +8219,8 @@ static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer 
     if (scale != 1) m->ops->scale_rows(view.v, scale, p->T, w->G * m->Dv, view.v_stride, m->dtype, p->stream);
 }
 
-/* out = attention(x[R, C]). */
+/* out = attention(x): x[R, C] -> qkv[T, (H + 2 G) D/tp] -> attended[T, H D/tp] -> out[R, C]. With sequence parallelism
+ * R is T/tp. */
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
@@ -8307,7 +8478,7 @@ static void mt_scaled_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, m
     mt_layer_linear_backward(m, p, w, a, &w->fc1, d->x_field, &fc1);
 }
 
-/* The MLP of a layer without experts. */
+/* The MLP of a layer without experts: x[R, C] -> [T, F/tp], or [T, 2 F/tp] with a gate, -> out[R, C]. */
 static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                            void *out) {
     mt_scaled_mlp_forward(m, p, w, a, x, NULL, out);
@@ -9049,7 +9220,7 @@ static void mt_alltoall_count(mt_model *m, const mt_pass *p, const mt_layer *w, 
     }
 }
 
-/* All-to-all of rows of `width` elements: dispatch, or with `back` combine. */
+/* All-to-all of rows of `width` elements: rows cut by token become rows cut by expert, or with `back` the reverse. */
 static void mt_exchange_rows(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width,
                              mt_dtype dtype, bool back) {
     mt_experts *e = m->experts;
@@ -12018,7 +12189,8 @@ static void mt_bucket_scatter_sum(mt_model *m, const mt_bucket *b, void *sum, co
                            b->group, stream);
 }
 
-/* Starts the all-gather of a bucket's parameters, unless they are current or already on their way. */
+/* Starts the all-gather of a bucket's parameters, param_shard[n/(dp cp)] -> [n], unless they are current or already on
+ * their way. */
 static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[bucket];
@@ -12205,7 +12377,7 @@ static void mt_gradients_add(mt_model *m, const mt_bucket *b, void *sum, const f
 }
 
 /* Starts the reduction of whole gradients over ranks: of a bucket, or of buckets first .. end - 1, which are neighbours
- * in memory. */
+ * in memory. grads[n]+dp+cp becomes grads[n] or, sharded, grad_shard[n/(dp cp)]. */
 static void mt_bucket_reduce(mt_model *m, int64_t first, int64_t end) {
     mt_sharding *s = m->sharding;
     mt_bucket *b = &m->buckets[first];
@@ -17886,7 +18058,7 @@ static mt_indexer_query mt_indexer_open(const mt_indexer_args *a, int64_t t, boo
 static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64_t columns) {
     int64_t H = query->a->H, D = query->a->D;
     mt_gather_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
-    mt_matrix q = {query->q, D, false}, k = {query->k, D, true};
+    mt_matrix q = {.data = query->q, .stride = D}, k = {.data = query->k, .stride = D, .transposed = true};
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
 
@@ -17963,8 +18135,8 @@ static void mt_indexer_backward_query(const mt_indexer_query *query, const float
         columns = mt_min(MT_KEYS, query->keys.count - j0);
         mt_indexer_products(query, j0, columns);
         mt_indexer_product_slopes(query, slopes + j0, columns);
-        mt_matmul(dq, D, (mt_matrix){query->slopes, columns, false}, (mt_matrix){query->k, D, false}, H, D, columns,
-                  true);
+        mt_matmul(dq, D, (mt_matrix){.data = query->slopes, .stride = columns},
+                  (mt_matrix){.data = query->k, .stride = D}, H, D, columns, true);
         for (int64_t h = 0; h < H; h++)
             for (int64_t j = 0; j < columns; j++) {
                 float product = query->products[h * columns + j];
@@ -17997,8 +18169,8 @@ static void mt_indexer_backward_keys(const mt_indexer_query *query, const float 
     if (columns == 0) return;
     mt_indexer_products(query, j0, columns);
     mt_indexer_product_slopes(query, slopes + j0, columns);
-    mt_matmul(scratch, D, (mt_matrix){query->slopes, columns, true}, (mt_matrix){query->q, D, false}, columns, D, H,
-              false);
+    mt_matmul(scratch, D, (mt_matrix){.data = query->slopes, .stride = columns, .transposed = true},
+              (mt_matrix){.data = query->q, .stride = D}, columns, D, H, false);
     for (int64_t j = 0; j < columns; j++) {
         int64_t key = query->keys.listed ? query->keys.listed[j0 + j] : j0 + j;
         float *to = a->dk + (query->keys.span->k_start + key) * D;
@@ -18055,7 +18227,8 @@ static void mt_sparse_logits(float *logits, const mt_attention *call, const mt_k
     for (int64_t j0 = 0, columns; j0 < keys->count; j0 += columns) {
         columns = mt_min(MT_KEYS, keys->count - j0);
         mt_gather_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
-        mt_matmul(logits + j0, columns, (mt_matrix){q, D, false}, (mt_matrix){k_block, D, true}, 1, columns, D, false);
+        mt_matmul(logits + j0, columns, (mt_matrix){.data = q, .stride = D},
+                  (mt_matrix){.data = k_block, .stride = D, .transposed = true}, 1, columns, D, false);
     }
     for (int64_t j = 0; j < keys->count; j++) logits[j] *= call->scale;
 }
@@ -18109,8 +18282,8 @@ static void mt_cpu_sparse_attention_forward(const mt_sparse_attention *a, mt_dty
             for (int64_t j0 = 0, columns; j0 < keys.count; j0 += columns) {
                 columns = mt_min(MT_KEYS, keys.count - j0);
                 mt_gather_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
-                mt_matmul(sums, Dv, (mt_matrix){p + j0, columns, false}, (mt_matrix){rows, Dv, false}, 1, Dv, columns,
-                          true);
+                mt_matmul(sums, Dv, (mt_matrix){.data = p + j0, .stride = columns},
+                          (mt_matrix){.data = rows, .stride = Dv}, 1, Dv, columns, true);
             }
             mt_row_store(call->out, offset, sums, Dv, dtype);
         }
@@ -18132,8 +18305,10 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
     mt_gather_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
     mt_gather_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
-    mt_matmul(p, n, (mt_matrix){q, D, false}, (mt_matrix){k, D, true}, 1, n, D, false);
-    mt_matmul(ds, n, (mt_matrix){dout, Dv, false}, (mt_matrix){v, Dv, true}, 1, n, Dv, false);
+    mt_matmul(p, n, (mt_matrix){.data = q, .stride = D}, (mt_matrix){.data = k, .stride = D, .transposed = true}, 1, n,
+              D, false);
+    mt_matmul(ds, n, (mt_matrix){.data = dout, .stride = Dv}, (mt_matrix){.data = v, .stride = Dv, .transposed = true},
+              1, n, Dv, false);
     mt_sparse_dropout(ds, call, &keys, t, head);
     float lse = call->lse[t * call->num_heads + head];
     for (int64_t j = 0; j < n; j++) {

@@ -2453,8 +2453,9 @@ int mt_options_check_sizes(const mt_options *options, bool train, mt_error *erro
 /* The plain C backend, which defines the result of each operation. It needs no set-up. */
 extern const mt_ops mt_cpu_ops;
 
-/* A line for the user if the OpenBLAS found takes kernels of a much older processor than this one; else NULL. */
-const char *mt_cpu_products_note(void);
+/* A line for the user on products of `dtype`: if the processor itself multiplies bf16, or if the OpenBLAS found takes
+ * kernels of a much older processor than this one; else NULL. */
+const char *mt_cpu_products_note(mt_dtype dtype);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
@@ -2842,13 +2843,13 @@ void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *linear, const 
 void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *linear, const mt_linear_io *io, const void *gelu_of,
                              int halves);
 
-/* Vocabulary-parallel embedding: out[rows, C] = the table's rows of ids[T]; this rank holds w, rows [first, first +
- * count). The backward adds to w.dw. */
+/* Vocabulary-parallel embedding: this rank holds w[V/tp, C], the table's rows [first, first + count). Its rows of
+ * ids[T] are out[T, C]+tp, whose sum is out[rows, C]. The backward adds to w.dw[V/tp, C]. */
 void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w, int64_t C,
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. With several ranks
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from logits[T, V/tp]. With several ranks
  * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
@@ -3367,9 +3368,10 @@ void mt_context_shard(const mt_context *context, mt_batch *local, const mt_batch
 /* Sets the micro-batch of the next calls. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
-/* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
- * out_stride is H Dv; `spans` and the index arrays are not read. lse[T, H] is that of attention_forward without an a2a
- * group; with one its order is private to mt_context_attention_backward. A window needs all_gather or a2a. */
+/* attention_forward over the whole sequences of the loaded micro-batch of S tokens. q[S/cp, H D], k[S/cp, G D] and
+ * v[S/cp, G Dv] are the T = S/cp rows of this rank; out_stride is H Dv; `spans` and the index arrays are not read.
+ * lse[T, H] is that of attention_forward without an a2a group; with one its order is private to
+ * mt_context_attention_backward. A window needs all_gather or a2a. */
 void mt_context_attention_forward(mt_context *context, const mt_attention *a, mt_stream *stream);
 /* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
 void mt_context_attention_backward(mt_context *context, const mt_attention *a, mt_stream *stream);

@@ -2786,6 +2786,120 @@ static void draw_kernel(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- A GPU for C programmers: grid, block and warp of notes/examples/kernels.cu ---------------------------------- */
+
+/* A number of the program's source: "NAME = 128". */
+static int kernel_number(const char *source, const char *name) {
+    char wanted[32];
+    snprintf(wanted, sizeof wanted, " %s = ", name);
+    const char *found = strstr(source, wanted);
+    if (!found) mt_die("notes/examples/kernels.cu has no%s", wanted);
+    return atoi(found + strlen(wanted));
+}
+
+typedef struct product_sizes {
+    int M, N, K, rows, cols, depth, stages, band; // a tile of rows x cols, depth channels of a step
+} product_sizes;
+
+static product_sizes read_product_sizes(void) {
+    const char *path = "notes/examples/kernels.cu";
+    int64_t bytes;
+    mt_error error;
+    char *source = mt_file_read(path, 1 << 20, &bytes, &error);
+    if (!source) mt_die("%s", error.text);
+    product_sizes s = {kernel_number(source, "M"),      kernel_number(source, "N"),    kernel_number(source, "K"),
+                       kernel_number(source, "TILE"),   kernel_number(source, "WIDE"), kernel_number(source, "DEPTH"),
+                       kernel_number(source, "STAGES"), kernel_number(source, "BAND")};
+    free(source);
+    return s;
+}
+
+/* The tiles of c; the first 132 blocks have their numbers' places in tile_of_block. */
+static void draw_tiles(picture *p, double x, double y, const product_sizes *s) {
+    enum { PROCESSORS = 132 }; // of an H200
+    const double width = 13, height = 5;
+    const int tile_cols = s->N / s->cols, tile_rows = s->M / s->rows, in_band = s->band * tile_cols;
+    text(p, x, y - 26, START, "c: %d x %d tiles,", tile_rows, tile_cols);
+    text(p, x, y - 11, START, "a block of threads for each");
+    box(p, x, y, width * tile_cols, height * tile_rows, "#ffffff");
+    for (int block = 0; block < tile_rows * tile_cols; block++) {
+        int band = block / in_band, place = block % in_band;
+        int row = band * s->band + place % s->band, col = place / s->band;
+        if (block >= PROCESSORS) continue;
+        box(p, x + width * col, y + height * row, width, height, fills[BLUE]);
+        if (block == 20) box(p, x + width * col, y + height * row, width, height, fills[ORANGE]);
+    }
+    for (int row = 0; row <= tile_rows; row++)
+        line(p, x, y + height * row, x + width * tile_cols, y + height * row, row % s->band ? GRID : INK, 0.6);
+    for (int col = 0; col <= tile_cols; col++)
+        line(p, x + width * col, y, x + width * col, y + height * tile_rows, GRID, 0.6);
+    double below = y + height * tile_rows + 20;
+    box(p, x, below - 9, 10, 10, fills[BLUE]);
+    text(p, x + 16, below, START, "blocks 0 to %d, at one time", PROCESSORS - 1);
+    box(p, x, below + 7, 10, 10, fills[ORANGE]);
+    text(p, x + 16, below + 16, START, "block 20; lines: bands");
+    text(p, x + 16, below + 32, START, "of %d rows of tiles", s->band);
+}
+
+/* The stages of an operand behind each other. */
+static void draw_stages(picture *p, double x, double y, double width, double height, const product_sizes *s) {
+    for (int stage = s->stages - 1; stage >= 0; stage--)
+        frame(p, x - 4 * stage, y - 4 * stage, width, height, stage ? "#ffffff" : fills[GREEN]);
+}
+
+static void draw_tile(picture *p, double x, double y, const product_sizes *s) {
+    enum { WARPS = 8 };
+    const double scale = 0.98, width = scale * s->cols, height = scale * s->rows, depth = scale * s->depth;
+    const int bytes = (s->rows + s->cols) * s->depth * 2;
+    text(p, x, y - 26, START, "a block: its tile of %d x %d", s->rows, s->cols);
+    text(p, x, y - 11, START, "and a step of %d channels", s->depth);
+    x += 14, y += 24;
+    draw_stages(p, x + depth + 24, y, width, depth, s);
+    text(p, x + depth + 24 + width / 2, y + depth / 2 + 4, MIDDLE, "%d rows of b", s->cols);
+    draw_stages(p, x, y + depth + 24, depth, height, s);
+    text(p, x + depth / 2, y + depth + 24 + height / 2 - 3, MIDDLE, "%d rows", s->rows);
+    text(p, x + depth / 2, y + depth + 24 + height / 2 + 11, MIDDLE, "of a");
+    for (int warp = 0; warp < WARPS; warp++) {
+        double top = y + depth + 24 + height / WARPS * warp;
+        frame(p, x + depth + 24, top, width, height / WARPS, fills[warp < WARPS / 2 ? BLUE : ORANGE]);
+        text(p, x + depth + 32, top + 12, START, "warp %d: rows %d to %d", warp, s->rows / WARPS * warp,
+             s->rows / WARPS * (warp + 1) - 1);
+    }
+    double below = y + depth + 24 + height + 22;
+    box(p, x, below - 9, 10, 10, fills[BLUE]);
+    text(p, x + 16, below, START, "warpgroup 0");
+    box(p, x + 120, below - 9, 10, 10, fills[ORANGE]);
+    text(p, x + 136, below, START, "warpgroup 1: sums in registers");
+    box(p, x, below + 9, 10, 10, fills[GREEN]);
+    text(p, x + 16, below + 18, START, "shared memory: %d KB a stage, %d stages,", bytes / 1024, s->stages);
+    text(p, x + 16, below + 34, START, "which TMA fills for one more warp");
+}
+
+/* Which lane holds each element of mma's result: element i of a lane is at row lane / 4 + 8 (i / 2). */
+static void draw_lanes(picture *p, double x, double y) {
+    enum { LANES = 32, SHOWN = 5 };
+    const double width = 24, height = 17;
+    text(p, x, y - 26, START, "a warp: the lane that has each");
+    text(p, x, y - 11, START, "of 16 x 8 sums (four a lane)");
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 4; i++) {
+            double left = x + width * (lane % 4 * 2 + i % 2), top = y + height * (lane / 4 + i / 2 * 8);
+            frame(p, left, top, width, height, lane == SHOWN ? fills[PURPLE] : "#ffffff");
+            text(p, left + width / 2, top + 12, MIDDLE, "%d", lane);
+        }
+    text(p, x, y + 16 * height + 20, START, "%d x %d sums of a warp: %d such", 16, 256, 256 / 8);
+    text(p, x, y + 16 * height + 36, START, "blocks, %d sums a lane", 4 * 256 / 8);
+}
+
+static void draw_gpu(const char *folder) {
+    const product_sizes sizes = read_product_sizes();
+    picture p = picture_open(folder, "gpus", "Grid, block and warp of a matrix product", 900, 450);
+    draw_tiles(&p, 24, 60, &sizes);
+    draw_tile(&p, 262, 60, &sizes);
+    draw_lanes(&p, 680, 60);
+    picture_close(&p);
+}
+
 /* ---- 24: generation ---------------------------------------------------------------------------------------------- */
 
 enum { TEXTS = 7, TEXT_SLOTS = 3, TEXT_LENGTH = 16, TEXT_ROWS = 4, TEXT_PROMPT = 6, TEXT_FORWARD = 8 };
@@ -3918,6 +4032,7 @@ int main(int argc, char **argv) {
     draw_five(argv[1]);
     draw_attention(argv[1]);
     draw_kernel(argv[1]);
+    draw_gpu(argv[1]);
     draw_generation(argv[1]);
     draw_packing(argv[1]);
     draw_adapters(argv[1]);

@@ -539,7 +539,7 @@ stays() {
 # behind it.
 a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     awk 'BEGIN { for (i = 0; i < 60; i++) printf "line %d of a text with %d words\n\n", i, i * i }' >"$work/o.txt"
-    data/preprocess --input "$work/o.txt" --output-prefix "$work/o" --tokenizer-type ByteLevel --append-eod \
+    "$(dirname "$train")/data/preprocess" --input "$work/o.txt" --output-prefix "$work/o" --tokenizer-type ByteLevel --append-eod \
         >"$work/out" || return 1
     for kind in one blend; do
         path="$work/o_text_document"

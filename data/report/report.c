@@ -874,7 +874,7 @@ void mt_report_opening(const mt_run_options *o, const mt_run_state *start, const
     else
         fprintf(file, "Checkpoints: %s%s.\n", o->save ? o->save : "none, because there is no --save",
                 o->save ? ", at the end" : "");
-    const char *products = ops->on_device ? NULL : mt_cpu_products_note();
+    const char *products = ops->on_device ? NULL : mt_cpu_products_note(mt_options_dtype(&o->stack));
     if (products) fprintf(file, "%s.\n", products);
     fprintf(file, "\n");
 }

@@ -3,8 +3,11 @@
 # each result from PyTorch's, relative to the largest number, and fails if one is more than rounding.
 import sys
 
-import torch
-import torch.nn.functional as F
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    sys.exit("error: this Python has no torch: pip install torch")
 
 H, G, D, E, TOPK = 4, 2, 4, 4, 2  # query heads, key heads, channels of a head; experts, chosen ones
 
