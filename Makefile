@@ -554,7 +554,8 @@ deps:
 # The pages of `make book` are made by pandoc; they and that of `make trace` are tested in chromium, where the
 # distribution has it as a package of its own.
 # The tests of data/recipes use shellcheck, a parser for YAML, and hadolint, which no distribution packages.
-# No distribution has pyarrow and duckdb for the suite parquet: pip installs them in a folder of build/.
+# No distribution has pyarrow and duckdb for the suite parquet: pip installs them in a folder of build/, with nbconvert
+# and ipykernel, which run notes/first-hour.ipynb.
 # .ci/run also needs clang with its sanitizers, libFuzzer and OpenMP. Debian and Ubuntu split these differently into
 # packages, which are named after clang's version NN.
 CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
@@ -564,8 +565,9 @@ deps-dev: deps
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel ShellCheck python3-pyyaml iproute pandoc chromium,\
 		llvm shellcheck pandoc)
-	@mkdir -p build; build/python/bin/python -c 'import pyarrow, duckdb' 2>/dev/null || \
-		{ python3 -m venv build/python && build/python/bin/pip -q install pyarrow duckdb; } >build/pip.log 2>&1 || \
-		echo "pip installs no pyarrow (build/pip.log): the suite parquet is skipped in part"
+	@mkdir -p build; build/python/bin/python -c 'import pyarrow, duckdb, nbconvert, ipykernel' 2>/dev/null || \
+		{ python3 -m venv build/python && \
+		build/python/bin/pip -q install pyarrow duckdb nbconvert ipykernel; } >build/pip.log 2>&1 || \
+		echo "pip installs no pyarrow (build/pip.log): the suites parquet and notebook are skipped in part"
 
 endif

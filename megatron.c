@@ -65,6 +65,7 @@
 #include <ctype.h>
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -541,7 +542,11 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
-         "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0 (Blackwell) or --device cpu; take blockwise"},
+         "--fp8-recipe mxfp8 runs on the CPU only so far; take --device cpu, or tensorwise"},
+        {l->no_fp8_blocks && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_128,
+         "--fp8-recipe blockwise needs a GPU of compute capability 9.0 (Hopper), where cuBLASLt multiplies by blocks, "
+         "or "
+         "--device cpu; take tensorwise or delayed"},
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
@@ -750,11 +755,30 @@ static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
     normal[1] = radius * sinf(angle);
 }
 
-static int64_t mt_cpu_memory_available(void) {
+/* The blocks of memory_alloc, which count for memory_limit. */
+static struct {
+    pthread_mutex_t mutex;
+    struct {
+        void *memory;
+        int64_t bytes;
+    } * blocks;
+    int64_t count, used, limit; // bytes; limit 0: none
+} mt_cpu_memory = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static int64_t mt_machine_memory(void) {
     return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
 }
 
-static void *mt_cpu_memory_alloc(int64_t bytes) {
+static int64_t mt_cpu_memory_available(void) {
+    if (mt_cpu_memory.limit == 0) return mt_machine_memory();
+    return mt_min(mt_machine_memory(), mt_max(mt_cpu_memory.limit - mt_cpu_memory.used, 0));
+}
+
+static void mt_cpu_memory_limit(int64_t bytes) {
+    mt_cpu_memory.limit = bytes;
+}
+
+static void *mt_cpu_memory_alloc_host(int64_t bytes) {
     const int64_t page = 1 << 21; // huge pages: fewer TLB misses while weights stream
     if (bytes < page) return mt_malloc(bytes);
     void *memory;
@@ -763,7 +787,33 @@ static void *mt_cpu_memory_alloc(int64_t bytes) {
     return memory;
 }
 
+static void *mt_cpu_memory_alloc(int64_t bytes) {
+    const double gib = 1 << 30;
+    pthread_mutex_lock(&mt_cpu_memory.mutex);
+    if (mt_cpu_memory.limit > 0 && bytes > mt_cpu_memory.limit - mt_cpu_memory.used)
+        mt_die(
+            "out of memory: %lld bytes (%.2f GiB) requested, %.2f of the %.2f GiB of --memory-limit are in use; raise "
+            "it, lower --micro-batch-size or --seq-length, or take a smaller model",
+            (long long)bytes, (double)bytes / gib, (double)mt_cpu_memory.used / gib, (double)mt_cpu_memory.limit / gib);
+    void *memory = mt_cpu_memory_alloc_host(bytes);
+    int64_t entry = mt_cpu_memory.count++, room = (int64_t)sizeof *mt_cpu_memory.blocks;
+    mt_cpu_memory.blocks = mt_realloc(mt_cpu_memory.blocks, mt_cpu_memory.count * room);
+    mt_cpu_memory.blocks[entry].memory = memory, mt_cpu_memory.blocks[entry].bytes = bytes;
+    mt_cpu_memory.used += bytes;
+    pthread_mutex_unlock(&mt_cpu_memory.mutex);
+    return memory;
+}
+
 static void mt_cpu_memory_free(void *memory) {
+    pthread_mutex_lock(&mt_cpu_memory.mutex);
+    int64_t entry = 0;
+    while (entry < mt_cpu_memory.count && mt_cpu_memory.blocks[entry].memory != memory) entry++;
+    if (entry < mt_cpu_memory.count) {
+        mt_cpu_memory.used -= mt_cpu_memory.blocks[entry].bytes;
+        mt_cpu_memory.blocks[entry] = mt_cpu_memory.blocks[--mt_cpu_memory.count];
+    }
+    if (mt_cpu_memory.count == 0) free(mt_cpu_memory.blocks), mt_cpu_memory.blocks = NULL;
+    pthread_mutex_unlock(&mt_cpu_memory.mutex);
     free(memory);
 }
 
@@ -772,11 +822,7 @@ static void *mt_cpu_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
 }
 
 static void mt_cpu_memory_free_ordered(void *memory, mt_stream *stream) {
-    free(memory);
-}
-
-static void *mt_cpu_memory_alloc_host(int64_t bytes) {
-    return mt_cpu_memory_alloc(bytes);
+    mt_cpu_memory_free(memory);
 }
 
 static void mt_cpu_memory_free_host(void *memory) {
@@ -3975,6 +4021,13 @@ const mt_ops mt_cpu_ops = {
     .name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY) MT_PLAIN_OPERATIONS(MT_CPU_ENTRY)};
 
 #ifndef MT_HAVE_CUDA
+int mt_cuda_num_gpus(void) {
+    return 0;
+}
+
+void mt_cuda_gpu_facts(mt_gpu_facts *gpus, int count, int device) {
+}
+
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
     mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
                         "or take --device cpu");
@@ -4248,7 +4301,83 @@ static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     return NULL;
 }
 
+int mt_gpu_check(const mt_gpu_facts *gpu, int number, mt_error *error) {
+    if (gpu->capability < 75)
+        return mt_error_set(error, "GPU %d (%s) is older than compute capability 7.5; use --device cpu", number,
+                            gpu->name);
+    if (gpu->kernels == 0)
+        return mt_error_set(error,
+                            "GPU %d (%s) has compute capability %d.%d, for which this build has no kernels: make "
+                            "CUDA_ARCH=%d builds them, and CUDA_ARCH=\"80 %d\" for two kinds; or choose other GPUs by "
+                            "CUDA_VISIBLE_DEVICES, or --device cpu",
+                            number, gpu->name, gpu->capability / 10, gpu->capability % 10, gpu->capability,
+                            gpu->capability);
+    return 0;
+}
+
+void mt_gpu_kinds_note(char *text, int64_t bytes, const mt_gpu_facts *gpus, int count) {
+    bool differ = false;
+    for (int i = 1; i < count; i++)
+        differ |= gpus[i].capability != gpus[0].capability || strcmp(gpus[i].name, gpus[0].name) != 0;
+    *text = 0;
+    if (!differ) return;
+    int64_t used = snprintf(text, (size_t)bytes, "this host has GPUs of different kinds:");
+    for (int i = 0; i < count && used < bytes; i++)
+        used +=
+            snprintf(text + used, (size_t)(bytes - used), "%s %d %s (%d.%d, %.1f GiB)", i ? "," : "", i, gpus[i].name,
+                     gpus[i].capability / 10, gpus[i].capability % 10, (double)gpus[i].total / 0x1p30);
+    if (used < bytes)
+        snprintf(text + used, (size_t)(bytes - used),
+                 "; ranks take them in this order, the slowest sets the pace and the smallest the memory; "
+                 "CUDA_VISIBLE_DEVICES chooses");
+}
+
+void mt_gpu_memory_note(char *text, int64_t bytes, const mt_gpu_facts *gpu, int number) {
+    // A context of this program takes less: on an H200 1.3 GiB, and more with the kernels of NCCL; on small GPUs half.
+    const int64_t context = mt_max((int64_t)3 << (gpu->draws ? 28 : 29), gpu->total / 32);
+    int64_t taken = gpu->free < 0 ? 0 : gpu->total - gpu->free;
+    *text = 0;
+    if (taken > context)
+        snprintf(text, (size_t)bytes,
+                 "%.1f of %.1f GiB of GPU %d (%s) are in use already, by %s; this run has the rest",
+                 (double)taken / 0x1p30, (double)gpu->total / 0x1p30, number, gpu->name,
+                 gpu->draws ? "its screen and other programs" : "other programs");
+    else if (gpu->draws)
+        snprintf(text, (size_t)bytes, "GPU %d (%s) draws a screen, which may take memory while this runs", number,
+                 gpu->name);
+}
+
+bool mt_pageable_serves(char *text, int64_t bytes, int64_t size, const char *release) {
+    const int64_t large = 16 << 20; // smaller blocks are read by the host in each step
+    bool is_wsl = strstr(release, "microsoft") || strstr(release, "Microsoft");
+    *text = 0;
+    if (size < large) return false;
+    snprintf(text, (size_t)bytes, "%.1f GiB of host memory were not pinned%s: copies between host and GPU are slower",
+             (double)size / 0x1p30, is_wsl ? ", for WSL2 pins at most half of the memory" : "");
+    return true;
+}
+
+static char mt_backend_line[2048];
+
+const char *mt_backend_note(void) {
+    return mt_backend_line;
+}
+
+/* Writes the note: on each rank about its GPU, on the first one of a host also about all of them. */
+static void mt_backend_note_gpus(int local_rank) {
+    int count = mt_cuda_num_gpus();
+    if (count == 0 || local_rank >= count) return;
+    mt_gpu_facts *gpus = mt_calloc(count * (int64_t)sizeof *gpus);
+    char kinds[1200] = "", memory[400] = "";
+    mt_cuda_gpu_facts(gpus, count, local_rank);
+    if (local_rank == 0) mt_gpu_kinds_note(kinds, sizeof kinds, gpus, count);
+    mt_gpu_memory_note(memory, sizeof memory, &gpus[local_rank], local_rank);
+    snprintf(mt_backend_line, sizeof mt_backend_line, "%s%s%s", kinds, *kinds && *memory ? "; " : "", memory);
+    free(gpus);
+}
+
 const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) {
+    *mt_backend_line = 0;
     if (device == MT_DEVICE_CPU) return &mt_cpu_ops;
     int local_rank, local_ranks;
     mt_host_ranks(&grid->world, &local_rank, &local_ranks, NULL, NULL);
@@ -4260,8 +4389,12 @@ const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) 
         ops = NULL;
     }
 #endif
-    if (mt_agree(&grid->world, ops == NULL, error) != 0) // the CPU backend if any rank has no GPU
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) { // the CPU backend if any rank has no GPU
+        if (device == MT_DEVICE_AUTO && mt_cuda_num_gpus() > 0 && local_rank == 0)
+            snprintf(mt_backend_line, sizeof mt_backend_line, "on the CPU: %.1000s", error->text);
         return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
+    }
+    mt_backend_note_gpus(local_rank);
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->size == 1 || group->nccl) continue;
@@ -15131,12 +15264,17 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
     bool cpu = !m->ops->on_device;
     const double gib = 1 << 30;
     const char *fewer = m->plan.train ? "--seq-length" : "--max-new-tokens";
-    int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_cpu_ops.memory_available();
-    int64_t available = cpu ? host : m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
+    int64_t host = m->plan.host_memory > 0 ? m->plan.host_memory : mt_machine_memory();
+    int64_t available = m->ops->memory_available(), on_host = m->host.used + (cpu ? needed : 0);
     int rank, ranks = 1;
+    bool over_limit = m->options->memory_limit > 0 && needed > available; // of this rank, also where it is the CPU's
     if (cpu || m->offload || m->host_optimizer) mt_host_ranks(&m->grid->world, &rank, &ranks, &on_host, &host);
-    if (cpu) needed = on_host, available = host;
+    if (cpu && !over_limit) needed = on_host, available = host;
     bool refused = needed > available, host_refused = !cpu && on_host > host;
+    int digits = over_limit ? 2 : 1;
+    char limit[64] = "";
+    if (over_limit)
+        snprintf(limit, sizeof limit, " of --memory-limit %.2f GiB", (double)m->options->memory_limit / gib);
     static const char *const rows[MT_PLAN_TOTAL] = {
         [MT_PLAN_WEIGHTS] = "weights",           [MT_PLAN_GRADIENTS] = "gradients",
         [MT_PLAN_OPTIMIZER] = "optimizer state", [MT_PLAN_BUFFERS] = "buckets",
@@ -15147,11 +15285,12 @@ static int mt_model_check_memory(const mt_model *m, int64_t needed, mt_error *er
         if (rows[row] && mt_model_planned_bytes(m, row) > mt_model_planned_bytes(m, largest)) largest = row;
     double most = (double)mt_model_planned_bytes(m, largest) / gib;
     bool of_tokens = largest >= MT_PLAN_ACTIVATIONS; // these grow with the batch
-    if (refused && (ranks == 1 || !cpu))
+    if (refused && (ranks == 1 || !cpu || over_limit))
         mt_error_set(error,
-                     "the model needs %.1f GiB of memory (%s: %.1f) and the %s has %.1f GiB available; %s%s, or take a "
-                     "smaller model",
-                     (double)needed / gib, rows[largest], most, cpu ? "machine" : "GPU", (double)available / gib,
+                     "the model needs %.*f GiB of memory (%s: %.*f) and the %s has %.*f GiB available%s; %s%s, or take "
+                     "a smaller model",
+                     digits, (double)needed / gib, rows[largest], digits, most, cpu ? "machine" : "GPU", digits,
+                     (double)available / gib, limit,
                      of_tokens ? "lower --micro-batch-size or " : "split the model over more ranks",
                      of_tokens ? fewer : "");
     else if (refused)
@@ -15268,18 +15407,20 @@ static void mt_parts_bind(mt_model *m, bool lends) {
 
 /* Releases parts, or allocates them again, then sets every pointer into them. */
 static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error) {
-    int64_t needed = 0, available = rest ? mt_cpu_ops.memory_available() : m->ops->memory_available();
+    int64_t needed = 0, available = m->ops->memory_available();
     const unsigned kept = 1u << MT_PART_PARAMS | 1u << MT_PART_OPTIMIZER; // of the others nothing is read again
     void *released[MT_NUM_PARTS] = {NULL};
     int rank, ranks = 1;
     parts &= (rest ? ~m->resting_parts : m->resting_parts) & ((1u << MT_NUM_PARTS) - 1);
     for (int part = 0; part < MT_NUM_PARTS; part++)
         if (parts >> part & 1 && (!rest || kept >> part & 1)) needed += m->parts[part].capacity;
+    bool over_limit = m->options->memory_limit > 0 && !rest && needed > available;
+    if ((rest || !m->ops->on_device) && !over_limit) available = mt_machine_memory();
     if (rest || !m->ops->on_device) mt_host_ranks(&m->grid->world, &rank, &ranks, &needed, &available);
-    if (needed > available)
+    if (needed > available || over_limit)
         mt_error_set(error, "a model cannot %s: %.1f GiB of memory are needed and %.1f GiB available (ranks: %d)",
                      rest ? "rest" : "wake", (double)needed / (1 << 30), (double)available / (1 << 30), ranks);
-    if (mt_agree(&m->grid->world, needed > available, error) != 0) return -1;
+    if (mt_agree(&m->grid->world, needed > available || over_limit, error) != 0) return -1;
     mt_wait_reader(m);
     if (rest && parts >> MT_PART_PARAMS & 1) mt_params_gather_all(m); // lent, they could not be gathered
     mt_wait_stream(m, m->stream, m->sharding->param_stream);
@@ -15486,6 +15627,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = mt_options_dtype(options), m->loss_scale = 1;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
+    if (options->memory_limit > 0) ops->memory_limit(options->memory_limit);
     if (mt_model_partition(m, error) == 0 && mt_model_check_taps(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
         (plan->counts || mt_model_start(m, error) == 0)) {
         *out = m;

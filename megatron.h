@@ -728,6 +728,7 @@ typedef struct mt_options {
     double loss_scale; // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
+    int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
     bool deterministic_mode;
     mt_attention_backend attention_backend;
     /* parallelism */
@@ -942,8 +943,11 @@ typedef struct mt_event mt_event;
 typedef void mt_host_function(void *context);
 
 #define MT_DEVICE_OPERATIONS(OP)                                                                                       \
-    /* Bytes that a model may use: the GPU's free memory, or all of the host's. */                                     \
+    /* Bytes that a model may use: the GPU's free memory, or all of the host's, or less by memory_limit. */            \
     OP(memory_available, int64_t, void)                                                                                \
+    /* From now on the device is one of so many bytes: what is in use already counts, an allocation beyond them ends   \
+     * the program as on a smaller device. On the CPU they are those of memory_alloc on this rank. 0: no limit. */     \
+    OP(memory_limit, void, int64_t bytes)                                                                              \
     /* True if the first use of an operation may wait for all work of the device, messages included. The CPU returns   \
      * true as well: its pipelines then run in a GPU's order. */                                                       \
     OP(first_use_waits, bool, void)                                                                                    \
@@ -2442,6 +2446,7 @@ typedef struct mt_limits {
      * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
     int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
+    bool no_fp8_blocks;            // without those of MT_FP8_VECTOR_128 and MT_FP8_BLOCK_128
     bool no_bf16, no_delta;        // without products of bf16; without the gated delta rule
     int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
@@ -2491,6 +2496,38 @@ void mt_cpu_batch_invariant(bool invariant);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
+
+/* Facts of a GPU that are known before it computes. */
+typedef struct mt_gpu_facts {
+    char name[80];
+    int capability;      // times 10: 75, 86, 120
+    int kernels;         // architecture of this build's kernels as loaded on it; 0: the build has none for it
+    int64_t total, free; // bytes of memory, beside this program's context; free is -1 where it was not asked
+    bool draws;          // a screen hangs on it
+} mt_gpu_facts;
+
+/* Fails if a GPU of this host, by its number, cannot be used: its capability is below 7.5, or this build has no kernels
+ * for it. */
+int mt_gpu_check(const mt_gpu_facts *gpu, int number, mt_error *error);
+
+/* A line for the user if the GPUs of a host are of different kinds, else "". */
+void mt_gpu_kinds_note(char *text, int64_t bytes, const mt_gpu_facts *gpus, int count);
+
+/* A line for the user if others take memory of a GPU, or a screen hangs on it, else "". */
+void mt_gpu_memory_note(char *text, int64_t bytes, const mt_gpu_facts *gpu, int number);
+
+/* True if host memory that could not be pinned may be pageable: large blocks, which copies read and write. Then a line
+ * for the user. `release`: of the kernel, by uname. */
+bool mt_pageable_serves(char *text, int64_t bytes, int64_t size, const char *release);
+
+/* A line about the GPUs that mt_backend_open found: about this rank's, on a host's first rank also about all of them;
+ * "" if there is nothing to say. */
+const char *mt_backend_note(void);
+
+/* The GPUs that this host shows to the program; 0 in a build without CUDA. Facts of the first `count` of them; free
+ * memory is asked of the current one, `device`, alone, since asking takes memory. */
+int mt_cuda_num_gpus(void);
+void mt_cuda_gpu_facts(mt_gpu_facts *gpus, int count, int device);
 
 /* The architecture of the kernels of a build with CUDA, as loaded on this device: 90 on Hopper; 80 on Hopper if the
  * driver compiled them there from sm_80's PTX. */

@@ -479,7 +479,7 @@ template <class T, int N> __device__ static inline void store_streaming(T *to, c
 /* to[to_rows[t]] = from[from_rows[t]]. NULL means row t itself; a negative row of `from` is zeros. Reads and writes
  * each element: 4 bytes in bf16, 8 in fp32. `stripe`: rows per stripe, or 0 for plain order. */
 template <class T, int N>
-__global__ void __launch_bounds__(256, 8)
+__global__ void __launch_bounds__(256, mt_resident_blocks(256, 8))
     copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows, int64_t stripe,
               int width, int64_t to_stride, int64_t from_stride, int blocks_per_row) {
     constexpr int K = packs_per_thread;

@@ -18,6 +18,15 @@
 #define MT_CUDA_KERNELS 80
 #endif
 
+/* Threads that a multiprocessor holds at once (CUDA programming guide, technical specifications per compute
+ * capability). Launch bounds that ask for more blocks than that are a warning of ptxas. */
+static constexpr int mt_sm_threads = MT_CUDA_KERNELS == 75                                                       ? 1024
+                                     : MT_CUDA_KERNELS == 80 || (MT_CUDA_KERNELS >= 90 && MT_CUDA_KERNELS < 110) ? 2048
+                                                                                                                 : 1536;
+static constexpr int mt_resident_blocks(int threads, int blocks) {
+    return blocks * threads < mt_sm_threads ? blocks : mt_sm_threads / threads;
+}
+
 /* A CUDA stream and the resources of its operations. Each stream has its own workspace; two streams never share one. */
 struct mt_stream {
     cudaStream_t stream;
@@ -55,6 +64,9 @@ static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAt
     config->attrs = attribute;
     config->numAttrs = 1;
 }
+
+/* True within a block of memory_alloc_host that is not pinned: kernels cannot take it. */
+bool mt_cuda_is_pageable(const void *memory);
 
 /* The stream's workspace. It must hold at least `bytes` (see mt_cuda_workspace_bytes); a smaller one is a bug in the
  * caller. */

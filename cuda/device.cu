@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/utsname.h>
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
@@ -14,17 +15,28 @@ void mt_cuda_fail(const char *library, const char *call, const char *file, int l
            operation_at_work ? operation_at_work : "no operation", mt_launch_rank(), reason);
 }
 
+static int64_t memory_limit; // bytes that the GPU seems to have; 0: all that it has
+
+/* Bytes that are in use on the GPU, by this program, its libraries and others; *total: all bytes, or the limit. */
+static int64_t memory_in_use(int64_t *total) {
+    size_t free_bytes = 0, all = 0;
+    cudaMemGetInfo(&free_bytes, &all);
+    *total = (int64_t)all;
+    if (memory_limit > 0 && memory_limit < *total) *total = memory_limit;
+    return (int64_t)(all - free_bytes);
+}
+
 /* `asked`: bytes requested, or 0 if the driver or a library allocated memory for itself. */
 static void __attribute__((noreturn)) out_of_memory(const char *call, const char *file, int line, int64_t asked) {
-    size_t free_bytes = 0, total = 0;
+    int64_t total, used = memory_in_use(&total);
     char reason[512], wanted[128] = "internal memory was";
-    cudaMemGetInfo(&free_bytes, &total);
     if (asked > 0)
         snprintf(wanted, sizeof wanted, "%lld bytes (%.2f GiB) were", (long long)asked, (double)asked / (1 << 30));
     snprintf(reason, sizeof reason,
-             "out of GPU memory: %s requested, %.2f of %.2f GiB are free; lower --micro-batch-size or --seq-length, "
+             "out of GPU memory: %s requested, %.2f of %.2f GiB%s are free; lower --micro-batch-size or --seq-length, "
              "take a smaller model, or end other processes on this GPU",
-             wanted, (double)free_bytes / (1 << 30), (double)total / (1 << 30));
+             wanted, (double)(used < total ? total - used : 0) / (1 << 30), (double)total / (1 << 30),
+             total == memory_limit ? " of --memory-limit" : "");
     mt_cuda_fail("CUDA", call, file, line, reason);
 }
 
@@ -104,14 +116,21 @@ void *mt_cuda_workspace(mt_stream *stream, int64_t bytes) {
 /* ---- memory and streams ------------------------------------------------------------------------------------------ */
 
 extern "C" int64_t mt_cuda_memory_available(void) {
-    size_t free_bytes = 0, total = 0;
-    MT_CUDA(cudaMemGetInfo(&free_bytes, &total));
-    return (int64_t)free_bytes;
+    int64_t total, used = memory_in_use(&total);
+    return used < total ? total - used : 0;
+}
+
+extern "C" void mt_cuda_memory_limit(int64_t bytes) {
+    memory_limit = bytes;
+}
+
+static bool exceeds_limit(int64_t bytes) {
+    return memory_limit > 0 && bytes > mt_cuda_memory_available();
 }
 
 extern "C" void *mt_cuda_memory_alloc(int64_t bytes) {
     void *memory = NULL;
-    cudaError_t status = cudaMalloc(&memory, (size_t)bytes);
+    cudaError_t status = exceeds_limit(bytes) ? cudaErrorMemoryAllocation : cudaMalloc(&memory, (size_t)bytes);
     if (status == cudaErrorMemoryAllocation) out_of_memory("cudaMalloc", __FILE__, __LINE__, bytes);
     mt_cuda_check(status, "cudaMalloc", __FILE__, __LINE__);
     return memory;
@@ -121,9 +140,26 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
+/* Idle memory of the pool of cudaMallocAsync goes back to the GPU before an allocation counts as too large: at once,
+ * and if that is not enough, after the stream's work. */
+static bool exceeds_limit_ordered(int64_t bytes, mt_stream *stream) {
+    cudaMemPool_t pool;
+    int device;
+    if (!exceeds_limit(bytes)) return false;
+    MT_CUDA(cudaGetDevice(&device));
+    MT_CUDA(cudaDeviceGetDefaultMemPool(&pool, device));
+    MT_CUDA(cudaMemPoolTrimTo(pool, 0));
+    if (!exceeds_limit(bytes)) return false;
+    mt_cuda_stream_synchronize(stream);
+    MT_CUDA(cudaMemPoolTrimTo(pool, 0));
+    return exceeds_limit(bytes);
+}
+
 extern "C" void *mt_cuda_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
     void *memory = NULL;
-    cudaError_t status = cudaMallocAsync(&memory, (size_t)bytes, mt_cuda_stream(stream));
+    cudaError_t status = exceeds_limit_ordered(bytes, stream)
+                             ? cudaErrorMemoryAllocation
+                             : cudaMallocAsync(&memory, (size_t)bytes, mt_cuda_stream(stream));
     if (status == cudaErrorMemoryAllocation) out_of_memory("cudaMallocAsync", __FILE__, __LINE__, bytes);
     mt_cuda_check(status, "cudaMallocAsync", __FILE__, __LINE__);
     return memory;
@@ -133,18 +169,70 @@ extern "C" void mt_cuda_memory_free_ordered(void *memory, mt_stream *stream) {
     MT_CUDA(cudaFreeAsync(memory, mt_cuda_stream(stream)));
 }
 
+/* The tests': MT_CUDA_PINNED_MIB is the size of a block above which none is pinned, as under WSL2. */
+static cudaError_t allocate_pinned(void **memory, int64_t bytes) {
+    const char *most = getenv("MT_CUDA_PINNED_MIB");
+    if (most && bytes > (int64_t)atoi(most) << 20) return cudaErrorMemoryAllocation;
+    return cudaMallocHost(memory, (size_t)bytes);
+}
+
+/* Host memory that is not pinned. No kernel and no cudaMemset takes it, and cudaMemcpyAsync reads it at once, before
+ * the stream's work, which may write it (cudaLaunchHostFunc). */
+enum { MOST_PAGEABLE = 64 };
+static struct {
+    char *begin;
+    int64_t bytes;
+} pageable[MOST_PAGEABLE];
+static int num_pageable;
+
+bool mt_cuda_is_pageable(const void *memory) {
+    for (int i = 0; i < num_pageable; i++)
+        if ((const char *)memory >= pageable[i].begin && (const char *)memory < pageable[i].begin + pageable[i].bytes)
+            return true;
+    return false;
+}
+
 extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
+    static bool reported;
     void *memory = NULL;
-    MT_CUDA(cudaMallocHost(&memory, (size_t)bytes));
+    char line[256], reason[512];
+    struct utsname system = {};
+    cudaError_t status = allocate_pinned(&memory, bytes);
+    if (status != cudaErrorMemoryAllocation) {
+        mt_cuda_check(status, "cudaMallocHost", __FILE__, __LINE__);
+        return memory;
+    }
+    cudaGetLastError(); // no later call returns it
+    uname(&system);
+    if (!mt_pageable_serves(line, sizeof line, bytes, system.release) || num_pageable == MOST_PAGEABLE) {
+        snprintf(reason, sizeof reason,
+                 "%lld bytes of host memory cannot be pinned; end other programs, or raise the host's memory (under "
+                 "WSL2 in .wslconfig)",
+                 (long long)bytes);
+        mt_cuda_fail("CUDA", "cudaMallocHost", __FILE__, __LINE__, reason);
+    }
+    if (!reported) fprintf(stderr, "rank %d: %s\n", mt_launch_rank(), line);
+    reported = true;
+    memory = mt_cpu_ops.memory_alloc_host(bytes);
+    pageable[num_pageable].begin = (char *)memory, pageable[num_pageable++].bytes = bytes;
     return memory;
 }
 
 extern "C" void mt_cuda_memory_free_host(void *memory) {
-    MT_CUDA(cudaFreeHost(memory));
+    int i = 0;
+    while (i < num_pageable && pageable[i].begin != memory) i++;
+    if (i == num_pageable) {
+        MT_CUDA(cudaFreeHost(memory));
+        return;
+    }
+    mt_cpu_ops.memory_free_host(memory);
+    pageable[i] = pageable[--num_pageable];
 }
 
-/* A copy to pageable host memory blocks: waits first, where peers are watched. */
-static void wait_before_copy(const void *to, mt_stream *stream) {
+/* A copy to pageable host memory blocks: waits first, where peers are watched. A copy from it begins with the stream's
+ * earlier work done. */
+static void wait_before_copy(const void *to, const void *from, mt_stream *stream) {
+    if (mt_cuda_is_pageable(from)) mt_cuda_stream_synchronize(stream);
     if (!mt_cuda_comm_is_open()) return;
     cudaPointerAttributes attributes;
     MT_CUDA(cudaPointerGetAttributes(&attributes, to));
@@ -152,7 +240,7 @@ static void wait_before_copy(const void *to, mt_stream *stream) {
 }
 
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    wait_before_copy(to, stream);
+    wait_before_copy(to, from, stream);
     MT_CUDA(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
@@ -163,12 +251,17 @@ extern "C" void mt_cuda_memory_copy_rows(void *to, int64_t to_stride, const void
         mt_cuda_memory_copy(to, from, bytes, stream);
         return;
     }
-    wait_before_copy(to, stream);
+    wait_before_copy(to, from, stream);
     MT_CUDA(cudaMemcpy2DAsync(to, (size_t)to_stride, from, (size_t)from_stride, (size_t)bytes, (size_t)rows,
                               cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
 extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
+    if (mt_cuda_is_pageable(memory)) {
+        mt_cuda_stream_synchronize(stream);
+        memset(memory, 0, (size_t)bytes);
+        return;
+    }
     MT_CUDA(cudaMemsetAsync(memory, 0, (size_t)bytes, mt_cuda_stream(stream)));
 }
 
@@ -338,6 +431,38 @@ static mt_ops cuda_ops = {"cuda",
 #undef MT_CUDA_ENTRY
 };
 
+extern "C" int mt_cuda_num_gpus(void) {
+    int count = 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+/* The architecture of kernels on the current device; 0: the build has none that it loads. */
+static int kernels_here(void) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, any_kernel) == cudaSuccess) return attributes.ptxVersion;
+    cudaGetLastError(); // no later call returns it
+    return 0;
+}
+
+extern "C" void mt_cuda_gpu_facts(mt_gpu_facts *gpus, int count, int device) {
+    for (int i = 0; i < count; i++) {
+        cudaDeviceProp properties;
+        int draws = 0;
+        mt_gpu_facts *gpu = &gpus[i];
+        MT_CUDA(cudaGetDeviceProperties(&properties, i));
+        MT_CUDA(cudaDeviceGetAttribute(&draws, cudaDevAttrKernelExecTimeout, i));
+        *gpu = (mt_gpu_facts){};
+        snprintf(gpu->name, sizeof gpu->name, "%.79s", properties.name);
+        gpu->capability = 10 * properties.major + properties.minor, gpu->draws = draws != 0;
+        gpu->total = (int64_t)properties.totalGlobalMem, gpu->free = -1;
+        if (i != device) continue;
+        size_t free_bytes = 0, total = 0;
+        gpu->kernels = kernels_here();
+        if (gpu->kernels > 0) MT_CUDA(cudaMemGetInfo(&free_bytes, &total));
+        if (gpu->kernels > 0) gpu->free = (int64_t)free_bytes, gpu->total = (int64_t)total;
+    }
+}
+
 extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
@@ -353,18 +478,18 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
         return NULL;
     }
     MT_CUDA(cudaSetDevice(device));
-    if (10 * mt_cuda_device()->major + mt_cuda_device()->minor < 75) {
-        mt_error_set(error, "GPU %d (%s) is older than compute capability 7.5; use --device cpu", device,
-                     mt_cuda_device()->name);
-        return NULL;
-    }
+    mt_gpu_facts gpu = {};
+    snprintf(gpu.name, sizeof gpu.name, "%.79s", mt_cuda_device()->name);
+    gpu.capability = 10 * mt_cuda_device()->major + mt_cuda_device()->minor, gpu.kernels = kernels_here();
+    if (mt_gpu_check(&gpu, device, error) != 0) return NULL;
 #ifdef MT_HAVE_CUDNN
     const bool has_cudnn = true;
 #else
     const bool has_cudnn = false;
 #endif
-    bool has_fp8 = 10 * mt_cuda_device()->major + mt_cuda_device()->minor >= 89 && mt_cuda_kernel_arch() >= 80;
-    mt_cuda_set_limits(&cuda_ops.limits, (int64_t)mt_cuda_device()->sharedMemPerBlockOptin, has_fp8, has_cudnn);
-    cuda_ops.limits.no_bf16 = mt_cuda_kernel_arch() < 80;
+    bool has_fp8 = mt_cuda_has_fp8(gpu.capability, gpu.kernels);
+    mt_cuda_set_limits(&cuda_ops.limits, (int64_t)mt_cuda_device()->sharedMemPerBlockOptin, has_fp8,
+                       has_fp8 && mt_cuda_has_fp8_blocks(gpu.capability), has_cudnn);
+    cuda_ops.limits.no_bf16 = gpu.kernels < 80;
     return &cuda_ops;
 }

@@ -31,6 +31,7 @@ enum { DEPTH = 64, PANEL = DEPTH * 128, SLABS = 2 };
 
 /* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 /* order[i] = the expert with the i-th most rows. Computed by the whole block. */
 __device__ static inline void compute_expert_order(int *order, const int32_t *offsets, int E) {
     for (int e = threadIdx.x; e < E; e += THREADS) {
@@ -43,6 +44,7 @@ __device__ static inline void compute_expert_order(int *order, const int32_t *of
         order[before] = e;
     }
 }
+#endif
 
 /* A persistent block takes one tile after another. With a fixed share of the tiles, a block whose multiprocessor is
  * still occupied by the kernel of a collective would start when the others are done, and the product take twice as

@@ -32,9 +32,20 @@ enum {
     MT_CUDA_SINKHORN_EXPERTS = 40 * 1024 / 8 - 1024
 };
 
-/* shared: bytes of shared memory of a block; has_fp8: the GPU multiplies fp8 matrices. No kernel has scales per 32
- * elements. */
-static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool has_fp8, bool has_cudnn) {
+/* Products of fp8 matrices by cuBLASLt, by a GPU's compute capability times 10: with a scale for a matrix from 8.9, by
+ * blocks of 128 on 9.0 alone (cuBLAS manual, cublasLtMatmulMatrixScale_t); 7.5's kernels write no fp8. */
+static inline bool mt_cuda_has_fp8(int capability, int kernels) {
+    return capability >= 89 && kernels >= 80;
+}
+
+static inline bool mt_cuda_has_fp8_blocks(int capability) {
+    return capability == 90;
+}
+
+/* shared: bytes of shared memory of a block; has_fp8, has_fp8_blocks: the GPU multiplies fp8 matrices, also with scales
+ * for blocks. No kernel has scales per 32 elements. */
+static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool has_fp8, bool has_fp8_blocks,
+                                      bool has_cudnn) {
     int64_t sorted = shared / 12 / 32 * 32 - 32; // counting_sort.cuh has three numbers of each expert for one warp
     limits->one_attention = false;
     limits->head_channels = MT_CUDA_HEAD_CHANNELS;
@@ -46,7 +57,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
-    limits->no_fp8 = !has_fp8, limits->no_mxfp8 = true;
+    limits->no_fp8 = !has_fp8, limits->no_fp8_blocks = !has_fp8_blocks, limits->no_mxfp8 = true;
     bool half = shared < MT_CUDA_DELTA_SHARED, least = shared < MT_CUDA_DELTA_LEAST_SHARED;
     limits->flash_channels = least ? 64 : 0;
     limits->delta_channels = half ? MT_CUDA_DELTA_CHANNELS / 2 : MT_CUDA_DELTA_CHANNELS, limits->no_delta = least;

@@ -165,9 +165,10 @@ template <class T> __device__ static inline void finish_fp8(const forward_task_f
  * 8 and 16. One byte less where y is in fp8. `whole`: one chunk holds the row, which saves the registers of the loop
  * over chunks. */
 template <class Task, class T, int N, int K, bool layernorm, bool adds, bool whole, weights_location weights>
-__global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
-                                  forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T),
-                                                                                stored_in_fp8<Task>))
+__global__ void __launch_bounds__(
+    forward_shape<layernorm, adds, whole>::block,
+    mt_resident_blocks(forward_shape<layernorm, adds, whole>::block,
+                       forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T), stored_in_fp8<Task>)))
     norm_forward(const Task task) {
     constexpr bool keeps = weights == in_registers;
     extern __shared__ uint4 shared_weights[];

@@ -538,9 +538,26 @@ __global__ void random_normal(T *param, int64_t n, uint64_t key, int64_t first, 
         if (start + i >= 0 && start + i < n) param[start + i] = mt_from_float<T>(mean + std * normal[i]);
 }
 
+/* For host memory that is not pinned, as of an optimizer on the host: parts are drawn on the device and copied. */
+static void draw_and_copy(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std, mt_dtype dtype,
+                          mt_stream *stream) {
+    const int64_t size = mt_dtype_size(dtype), most = n < 1 << 22 ? n : 1 << 22;
+    void *part = mt_cuda_memory_alloc_ordered(most * size, stream);
+    for (int64_t at = 0; at < n; at += most) {
+        int64_t count = n - at < most ? n - at : most;
+        mt_cuda_random_normal(part, count, key, first + at, mean, std, dtype, stream);
+        mt_cuda_memory_copy((char *)param + at * size, part, count * size, stream);
+    }
+    mt_cuda_memory_free_ordered(part, stream);
+}
+
 extern "C" void mt_cuda_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                       mt_dtype dtype, mt_stream *stream) {
     if (n == 0) return;
+    if (mt_cuda_is_pageable(param)) {
+        draw_and_copy(param, n, key, first, mean, std, dtype, stream);
+        return;
+    }
     mt_by_type(dtype, false, [&](auto type, auto) {
         using E = decltype(type);
         int64_t counters = (first + n - 1) / 4 - first / 4 + 1;

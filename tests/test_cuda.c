@@ -13,6 +13,10 @@
 
 #include <cmocka.h>
 
+#ifdef MT_HAVE_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 enum { MAX_BUFFERS = 24, MAX_SIZES = 8 };
 
 /* ---- one run of one operation ------------------------------------------------------------------------------------ */
@@ -2125,6 +2129,13 @@ static int fail_on_purpose(const char *how) {
     const mt_ops *ops = mt_cuda_open(0, &error);
     if (!ops) return 2;
     if (strcmp(how, "memory") == 0) ops->memory_alloc((int64_t)1 << 50);
+    if (strcmp(how, "limit") == 0) ops->memory_limit((int64_t)2 << 30), ops->memory_alloc((int64_t)2 << 30);
+    if (strcmp(how, "ordered limit") == 0) { // a block that was freed does not count
+        ops->memory_limit((int64_t)5 << 30);
+        ops->memory_free_ordered(ops->memory_alloc_ordered((int64_t)2 << 30, NULL), NULL);
+        ops->memory_free_ordered(ops->memory_alloc_ordered((int64_t)3 << 30, NULL), NULL);
+        ops->memory_alloc_ordered((int64_t)5 << 30, NULL);
+    }
     if (strcmp(how, "copy") == 0) ops->memory_copy(NULL, NULL, 4096, NULL);
     return 0;
 }
@@ -2157,9 +2168,102 @@ static void failures_name_place_operation_and_rank_and_what_to_change(void **sta
         print_message("skipped: %s\n", no_gpu.text);
         skip();
     }
+    static const char *const limit[] = {"2147483648 bytes", "of 2.00 GiB of --memory-limit are free", "rank 3", NULL};
+    static const char *const ordered[] = {"5368709120 bytes", "of 5.00 GiB of --memory-limit are free", NULL};
     expect_failure("memory", memory);
+    expect_failure("limit", limit);
+    expect_failure("'ordered limit'", ordered);
     expect_failure("copy", copy);
 }
+
+static void a_limit_makes_a_smaller_gpu(void **state) {
+    (void)state;
+    const int64_t limit = (int64_t)4 << 30, mib = 1 << 20;
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    int64_t all = gpu->memory_available();
+    gpu->memory_limit(limit);
+    int64_t left = gpu->memory_available();
+    assert_true(left > 0 && left < limit && left < all); // the context counts
+    void *block = gpu->memory_alloc(512 * mib);
+    assert_in_range(left - gpu->memory_available(), 512 * mib, 520 * mib);
+    gpu->memory_free(block);
+    assert_in_range(gpu->memory_available(), left - 8 * mib, left + 8 * mib);
+    gpu->memory_limit(0);
+    assert_in_range(gpu->memory_available(), all - 8 * mib, all + 8 * mib);
+}
+
+#ifdef MT_HAVE_CUDA
+static void write_later(void *context) {
+    usleep(200000);
+    ((unsigned char *)context)[5] = 77;
+}
+
+/* Blocks that are not pinned, as most are not under WSL2, hold the same values; small ones are pinned. */
+static void blocks_that_are_not_pinned_are_copied_too(void **state) {
+    (void)state;
+    const int64_t bytes = 24 << 20;
+    struct cudaPointerAttributes attributes;
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    setenv("MT_CUDA_PINNED_MIB", "16", 1);
+    unsigned char *from = gpu->memory_alloc_host(bytes), *to = gpu->memory_alloc_host(bytes);
+    void *small = gpu->memory_alloc_host(4096), *device = gpu->memory_alloc(bytes);
+    unsetenv("MT_CUDA_PINNED_MIB");
+    assert_int_equal(cudaPointerGetAttributes(&attributes, from), cudaSuccess);
+    assert_int_equal(attributes.type, cudaMemoryTypeUnregistered);
+    assert_int_equal(cudaPointerGetAttributes(&attributes, small), cudaSuccess);
+    assert_int_equal(attributes.type, cudaMemoryTypeHost);
+    for (int64_t i = 0; i < bytes; i++) from[i] = (unsigned char)(i * 31 + i / 4099);
+    gpu->memory_copy(device, from, bytes, gpu_stream);
+    gpu->memory_copy(to, device, bytes, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_memory_equal(from, to, bytes);
+    // a copy that follows work of the stream on the host has its result
+    gpu->stream_call_host(gpu_stream, write_later, from);
+    gpu->memory_copy(device, from, bytes, gpu_stream);
+    gpu->memory_copy(to, device, bytes, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_true(from[5] == 77 && to[5] == 77);
+    // zeros and random numbers, as the states of an optimizer on the host begin
+    gpu->memory_zero(to + 1000, bytes - 1000, gpu_stream);
+    gpu->random_normal(from, bytes / 4, 3, 5, 0.5f, 2, MT_F32, gpu_stream);
+    gpu->random_normal(device, bytes / 4, 3, 5, 0.5f, 2, MT_F32, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_true(to[999] != 0 && to[1000] == 0 && to[bytes - 1] == 0);
+    gpu->memory_copy(to, device, bytes, gpu_stream);
+    gpu->stream_synchronize(gpu_stream);
+    assert_memory_equal(from, to, bytes);
+    gpu->memory_free_host(from);
+    gpu->memory_free_host(to);
+    gpu->memory_free_host(small);
+    gpu->memory_free(device);
+}
+
+static void facts_of_the_gpu_are_its_own(void **state) {
+    (void)state;
+    mt_gpu_facts facts;
+    char line[400];
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    assert_true(mt_cuda_num_gpus() > 0);
+    mt_cuda_gpu_facts(&facts, 1, 0);
+    printf("GPU 0: %s, capability %d, kernels %d, %.2f of %.2f GiB free%s\n", facts.name, facts.capability,
+           facts.kernels, (double)facts.free / 0x1p30, (double)facts.total / 0x1p30,
+           facts.draws ? ", draws a screen" : "");
+    assert_int_equal(facts.kernels, mt_cuda_kernel_arch());
+    assert_true(facts.capability >= facts.kernels && facts.capability >= 75);
+    assert_in_range(facts.free, 1, facts.total);
+    mt_gpu_memory_note(line, sizeof line, &facts, 0);
+    printf("%s\n", line);
+}
+#endif
 
 static void *workspace;
 
@@ -2193,6 +2297,11 @@ int main(int argc, char **argv) {
         cmocka_unit_test(adamw_with_scales_has_the_bits_of_the_cpu),
         cmocka_unit_test(a_deterministic_stream_takes_no_choice_that_was_timed),
         cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change),
+        cmocka_unit_test(a_limit_makes_a_smaller_gpu),
+#ifdef MT_HAVE_CUDA
+        cmocka_unit_test(blocks_that_are_not_pinned_are_copied_too),
+        cmocka_unit_test(facts_of_the_gpu_are_its_own),
+#endif
     };
     enum { NUM_OTHERS = sizeof others / sizeof *others };
     struct CMUnitTest tests[NUM_OTHERS + NUM_OPERATIONS];

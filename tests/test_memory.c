@@ -1,6 +1,6 @@
 /* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. And the memory
- * that the machine and its control groups leave. */
-// Sections of megatron.c: §9b §15a §15b §3a
+ * that the machine and its control groups leave, the limit of --memory-limit, and lines about small GPUs. */
+// Sections of megatron.c: §9b §15a §15b §3a §4
 #include "../data/base/file.h"
 #include "../data/base/host_memory.h"
 #include "../data/options/option_table.h"
@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -338,6 +340,124 @@ static void recipes_fit_their_gpu_and_host(void **state) {
     }
 }
 
+/* ---- a limit, and GPUs of a desk */
+
+static void the_cpu_counts_blocks_within_its_limit(void **state) {
+    (void)state;
+    const int64_t mib = 1 << 20;
+    mt_cpu_ops.memory_limit(0);
+    int64_t machine = mt_cpu_ops.memory_available();
+    void *before = mt_cpu_ops.memory_alloc(5 * mib);
+    mt_cpu_ops.memory_limit(40 * mib);
+    int64_t left = mt_cpu_ops.memory_available();
+    assert_true(left <= 35 * mib); // blocks count that were there
+    void *block = mt_cpu_ops.memory_alloc(8 * mib), *ordered = mt_cpu_ops.memory_alloc_ordered(mib, NULL);
+    void *host = mt_cpu_ops.memory_alloc_host(60 * mib); // not the device's
+    assert_int_equal(mt_cpu_ops.memory_available(), left - 9 * mib);
+    mt_cpu_ops.memory_free(block);
+    mt_cpu_ops.memory_free(before);
+    mt_cpu_ops.memory_free_ordered(ordered, NULL);
+    mt_cpu_ops.memory_free_host(host);
+    assert_int_equal(mt_cpu_ops.memory_available(), left + 5 * mib);
+    mt_cpu_ops.memory_limit(0);
+    assert_int_equal(mt_cpu_ops.memory_available(), machine);
+}
+
+static void an_allocation_beyond_the_limit_ends_the_program_in_a_line(void **state) {
+    (void)state;
+    int ends[2], status;
+    assert_int_equal(pipe(ends), 0);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        dup2(ends[1], 2);
+        mt_cpu_ops.memory_limit(32 << 20);
+        mt_cpu_ops.memory_free(mt_cpu_ops.memory_alloc(64 << 20));
+        _exit(0);
+    }
+    close(ends[1]);
+    char line[1000] = "";
+    size_t length = 0;
+    for (ssize_t got; length < sizeof line - 1 && (got = read(ends[0], line + length, sizeof line - 1 - length)) > 0;)
+        length += (size_t)got;
+    close(ends[0]);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) != 0);
+    assert_non_null(strstr(line, "67108864 bytes (0.06 GiB) requested"));
+    assert_non_null(strstr(line, "0.03 GiB of --memory-limit"));
+    assert_ptr_equal(strchr(line, '\n'), line + length - 1);
+}
+
+static void a_gpu_that_cannot_compute_is_refused_in_words(void **state) {
+    (void)state;
+    mt_error error;
+    mt_gpu_facts gpu = {.name = "Tesla T4", .capability = 75, .kernels = 75};
+    assert_int_equal(mt_gpu_check(&gpu, 0, &error), 0);
+    gpu.kernels = 0;
+    assert_int_equal(mt_gpu_check(&gpu, 1, &error), -1);
+    assert_non_null(strstr(error.text, "GPU 1 (Tesla T4) has compute capability 7.5, for which this build has no"));
+    assert_non_null(strstr(error.text, "CUDA_ARCH=75 "));
+    gpu = (mt_gpu_facts){.name = "Quadro P400", .capability = 61};
+    assert_int_equal(mt_gpu_check(&gpu, 0, &error), -1);
+    assert_non_null(strstr(error.text, "GPU 0 (Quadro P400) is older than compute capability 7.5; use --device cpu"));
+}
+
+static void gpus_of_different_kinds_are_listed_in_a_line(void **state) {
+    (void)state;
+    const int64_t gib = 1 << 30;
+    char line[1000], few[40];
+    const mt_gpu_facts gpus[] = {{"NVIDIA GeForce RTX 5090", 120, 120, 32 * gib, -1, false},
+                                 {"NVIDIA GeForce RTX 3060", 86, 0, 12 * gib, -1, true},
+                                 {"NVIDIA GeForce RTX 3060", 86, 0, 12 * gib, -1, false}};
+    mt_gpu_kinds_note(line, sizeof line, gpus, 3);
+    assert_non_null(strstr(line, "0 NVIDIA GeForce RTX 5090 (12.0, 32.0 GiB), 1 NVIDIA GeForce RTX 3060 (8.6, 12.0 "));
+    assert_non_null(strstr(line, "CUDA_VISIBLE_DEVICES"));
+    assert_null(strchr(line, '\n'));
+    mt_gpu_kinds_note(line, sizeof line, gpus + 1, 2);
+    assert_string_equal(line, "");
+    mt_gpu_kinds_note(line, sizeof line, gpus, 1);
+    assert_string_equal(line, "");
+    mt_gpu_kinds_note(line, sizeof line, gpus, 0);
+    assert_string_equal(line, "");
+    mt_gpu_kinds_note(few, sizeof few, gpus, 3); // cut
+    assert_true(strlen(few) < sizeof few);
+}
+
+static void memory_that_others_have_is_reported(void **state) {
+    (void)state;
+    const int64_t gib = 1 << 30;
+    char line[400];
+    mt_gpu_facts gpu = {"NVIDIA GeForce RTX 3060", 86, 86, 12 * gib, 10 * gib, true};
+    mt_gpu_memory_note(line, sizeof line, &gpu, 0);
+    assert_non_null(
+        strstr(line, "2.0 of 12.0 GiB of GPU 0 (NVIDIA GeForce RTX 3060) are in use already, by its screen"));
+    gpu.free = 12 * gib - (300 << 20); // the context alone
+    mt_gpu_memory_note(line, sizeof line, &gpu, 0);
+    assert_non_null(strstr(line, "draws a screen"));
+    gpu.draws = false, gpu.free = 12 * gib - (1300 << 20); // with NCCL
+    mt_gpu_memory_note(line, sizeof line, &gpu, 0);
+    assert_string_equal(line, "");
+    gpu.free = 4 * gib;
+    mt_gpu_memory_note(line, sizeof line, &gpu, 3);
+    assert_non_null(strstr(line, "8.0 of 12.0 GiB of GPU 3 "));
+    assert_non_null(strstr(line, "by other programs;"));
+    gpu.free = -1; // not asked
+    mt_gpu_memory_note(line, sizeof line, &gpu, 3);
+    assert_string_equal(line, "");
+}
+
+static void large_blocks_that_are_not_pinned_are_pageable(void **state) {
+    (void)state;
+    const int64_t gib = 1 << 30;
+    char line[300];
+    assert_true(mt_pageable_serves(line, sizeof line, 6 * gib, "5.15.153.1-microsoft-standard-WSL2"));
+    assert_non_null(strstr(line, "6.0 GiB of host memory were not pinned, for WSL2 pins at most half of the memory"));
+    assert_true(mt_pageable_serves(line, sizeof line, 6 * gib, "6.1.0-18-amd64"));
+    assert_null(strstr(line, "WSL2"));
+    assert_false(mt_pageable_serves(line, sizeof line, 1 << 20, "6.1.0-18-amd64"));
+    assert_string_equal(line, "");
+}
+
 /* Writes a file of a machine whose / is the test's folder. */
 static void machine_has(const char *path, const char *text) {
     char folder[300];
@@ -404,6 +524,12 @@ int main(void) {
         cmocka_unit_test(offloading_on_the_cpu_counts_in_one_memory),
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test(recipes_fit_their_gpu_and_host),
+        cmocka_unit_test(the_cpu_counts_blocks_within_its_limit),
+        cmocka_unit_test(an_allocation_beyond_the_limit_ends_the_program_in_a_line),
+        cmocka_unit_test(a_gpu_that_cannot_compute_is_refused_in_words),
+        cmocka_unit_test(gpus_of_different_kinds_are_listed_in_a_line),
+        cmocka_unit_test(memory_that_others_have_is_reported),
+        cmocka_unit_test(large_blocks_that_are_not_pinned_are_pageable),
         cmocka_unit_test_setup_teardown(available_memory_is_what_the_machine_has_left, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_2_count, make_root, remove_root),
         cmocka_unit_test_setup_teardown(limits_of_control_groups_version_1_count, make_root, remove_root),

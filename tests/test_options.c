@@ -1,5 +1,6 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
 // Sections of megatron.c: §2 §8 §9a
+#include "../cuda/limits.h"
 #include "../data/base/file.h"
 #include "../data/options/megatron_names.h"
 #include "../data/options/option_help.h"
@@ -2223,10 +2224,62 @@ static void fp8_needs_a_gpu_that_has_it(void **state) {
     mt_options_free(&o);
     expect_good(&o, RUN "--fp8-format e4m3 --fp8-recipe mxfp8");
     assert_int_equal(mt_options_check_limits(&o.stack, &no_mxfp8, &error), -1);
-    assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 needs a GPU of compute capability 10.0"));
+    assert_non_null(strstr(error.text, "--fp8-recipe mxfp8 runs on the CPU only so far"));
     assert_int_equal(mt_options_check_limits(&o.stack, &no_fp8, &error), -1);
     assert_non_null(strstr(error.text, "--fp8-format needs a GPU of compute capability 8.9"));
     mt_options_free(&o);
+}
+
+/* cuBLASLt multiplies with a scale for a matrix from 8.9 on, by blocks on 9.0 alone. */
+static void fp8_recipes_follow_the_compute_capability(void **state) {
+    (void)state;
+    static const struct {
+        int capability, kernels;
+        bool tensorwise, blockwise;
+    } gpus[] = {{75, 75, false, false},  {80, 80, false, false},  {86, 86, false, false}, {89, 89, true, false},
+                {90, 90, true, true},    {90, 80, true, true},    {90, 75, false, false}, {100, 100, true, false},
+                {103, 103, true, false}, {120, 120, true, false}, {121, 120, true, false}};
+    for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++) {
+        mt_limits limits = {0};
+        mt_error error;
+        bool has_fp8 = mt_cuda_has_fp8(gpus[i].capability, gpus[i].kernels);
+        mt_cuda_set_limits(&limits, 99 * 1024, has_fp8, has_fp8 && mt_cuda_has_fp8_blocks(gpus[i].capability), false);
+        for (int recipe = 0; recipe < 3; recipe++) {
+            static const char *const names[] = {"delayed", "tensorwise", "blockwise"};
+            char line[200];
+            mt_run_options o;
+            snprintf(line, sizeof line, RUN "--fp8-format hybrid --fp8-recipe %s", names[recipe]);
+            expect_good(&o, line);
+            bool takes = recipe == 2 ? gpus[i].blockwise : gpus[i].tensorwise;
+            assert_int_equal(mt_options_check_limits(&o.stack, &limits, &error), takes ? 0 : -1);
+            if (!takes) assert_non_null(strstr(error.text, "needs a GPU of compute capability "));
+            mt_options_free(&o);
+        }
+    }
+}
+
+static void a_memory_limit_is_a_number_with_a_unit(void **state) {
+    (void)state;
+    static const struct {
+        const char *text;
+        int64_t bytes;
+    } good[] = {{"15GiB", (int64_t)15 << 30}, {"1.5GiB", (int64_t)3 << 29}, {"16GB", 16000000000}, {"1MiB", 1 << 20}};
+    static const char *const bad[] = {"15", "15gib", "GiB", "-1GiB", "0.5MiB", "nanGiB", "1e30GiB", "1 GiB"};
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        char line[200];
+        mt_run_options o;
+        snprintf(line, sizeof line, RUN "--memory-limit %s", good[i].text);
+        expect_good(&o, line);
+        assert_int_equal(o.stack.memory_limit, good[i].bytes);
+        mt_options_free(&o);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        mt_run_options o = {.memory_limit = (char *)bad[i]};
+        mt_error error;
+        int64_t bytes;
+        assert_int_equal(mt_options_memory_limit(&o, &bytes, &error), -1);
+        assert_non_null(strstr(error.text, "GiB, MiB, GB or MB"));
+    }
 }
 
 static void recomputation_follows_megatron(void **state) {
@@ -4052,6 +4105,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(recomputation_follows_megatron),
     cmocka_unit_test(fp8_follows_megatron),
     cmocka_unit_test(fp8_needs_a_gpu_that_has_it),
+    cmocka_unit_test(fp8_recipes_follow_the_compute_capability),
+    cmocka_unit_test(a_memory_limit_is_a_number_with_a_unit),
     cmocka_unit_test(offloading_follows_megatron),
     cmocka_unit_test(sparse_attention_that_cannot_be_is_refused),
     cmocka_unit_test(experts_that_cannot_be_are_refused),

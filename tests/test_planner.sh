@@ -503,6 +503,32 @@ refusals_name_the_reason() {
             --micro-batch-size 1 --global-batch-size 1 --explain --gpus 1
 }
 
+# A limit makes a smaller GPU of the machine: --explain compares with it, and --plan takes layouts that need less.
+a_memory_limit_counts_as_the_memory_of_a_gpu() {
+    # shellcheck disable=SC2086
+    set -- "$train" $common --hf-config data/configs/gpt2-124m.json --seq-length 1024 --micro-batch-size 8 \
+        --global-batch-size 8 --gpus 1
+    "$@" --explain --memory-limit 15GiB >"$work/out" 2>"$work/err" && says ' of 15.0 GiB$' "$work/out" &&
+        refused 'a GPU needs .* GiB, .* and the .* has 4.0 GiB by --memory-limit;' "$@" --explain \
+            --memory-limit 4GiB &&
+        refused 'no layout fits: .* more than 1.0 GiB of a GPU (--memory-limit)' "$@" --plan --memory-limit 1GiB &&
+        refused '--memory-limit 15: give a number' "$@" --plan --memory-limit 15 &&
+        "$@" --explain --gpu rtx3060 --memory-limit 15GiB >"$work/out" 2>"$work/err" &&
+        says ' of 1[01].[0-9] GiB$' "$work/out"
+}
+
+# Blocks of 128 are multiplied on compute capability 9.0 alone, and there are no times of them for other GPUs.
+fp8_by_blocks_is_planned_for_hopper_alone() {
+    # shellcheck disable=SC2086
+    set -- "$train" $common --hf-config data/configs/gpt2-124m.json --seq-length 1024 --micro-batch-size 2 \
+        --global-batch-size 2 --explain --gpus 1 --fp8-format hybrid
+    for gpu in b200 rtx4090 rtx5090; do
+        refused 'blockwise needs a GPU of compute capability 9.0' "$@" --gpu $gpu --fp8-recipe blockwise &&
+            "$@" --gpu $gpu --fp8-recipe tensorwise >"$work/out" 2>"$work/err" || return 1
+    done
+    "$@" --gpu h100 --fp8-recipe blockwise >"$work/out" 2>"$work/err"
+}
+
 # Without a GPU, `make calibrate` writes no file and says why.
 calibration_needs_a_gpu() {
     nvidia-smi -L >"$work/out" 2>&1 && return 0
@@ -998,6 +1024,8 @@ check communicators_are_counted communicators_are_counted
 large implausible_machines_are_refused implausible_machines_are_refused
 check modules_without_a_layer_are_named modules_without_a_layer_are_named
 check a_signal_ends_a_plan a_signal_ends_a_plan
+check a_memory_limit_counts_as_the_memory_of_a_gpu a_memory_limit_counts_as_the_memory_of_a_gpu
+check fp8_by_blocks_is_planned_for_hopper_alone fp8_by_blocks_is_planned_for_hopper_alone
 check calibration_needs_a_gpu calibration_needs_a_gpu
 check rows_of_samples_are_named rows_of_samples_are_named
 check refusals_name_the_reason refusals_name_the_reason

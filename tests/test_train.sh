@@ -695,6 +695,22 @@ check a_bad_trace_is_refused_before_training a_bad_trace_is_refused_before_train
 # shellcheck disable=SC2086
 check the_longest_sequence_needs_too_much_memory refuses 'the model needs [0-9.]* GiB of memory' $small \
     --train-iters 1 --seq-length 1073741823 --max-position-embeddings 1073741823
+# The limit is that of each rank: a model that needs more is refused when it is created, and one that fits trains alike.
+a_memory_limit_is_kept() {
+    set -- --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --mock-data \
+        --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --eval-iters 0 --device cpu
+    "$train" "$@" --metrics "$work/free.jsonl" >"$work/out" 2>"$work/err" || return 1
+    mib=$(awk '$1 == "total" { print int($2 + 1) }' "$work/out")
+    "$train" "$@" --metrics "$work/within.jsonl" --memory-limit $((mib + 1))MiB >"$work/out" \
+        2>"$work/err" && same_series "$work/free.jsonl" "$work/within.jsonl" 0 0 lm_loss grad_norm || return 1
+    wanted='the model needs [0-9.]* GiB of memory (.*) and the machine has [0-9.]* GiB available of --memory-limit'
+    refuses "$wanted" "$@" --memory-limit $((mib - 2))MiB &&
+        refuses '--memory-limit 2: give a number .* with GiB, MiB' "$@" --memory-limit 2 || return 1
+    [ -n "${HAVE_MPI:-}" ] || return 0
+    on_ranks 2 "$train" "$@" --memory-limit $((mib + 1))MiB &&
+        ! on_ranks 2 "$train" "$@" --memory-limit $((mib - 2))MiB && says "$wanted" "$work/err"
+}
+check a_memory_limit_is_kept a_memory_limit_is_kept
 check an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
 # 213 units of time in strips of 48: five rows of ranks, each with its numbers on the left.
 a_long_schedule_is_drawn_in_strips() {

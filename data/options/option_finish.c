@@ -604,12 +604,31 @@ static int mt_options_check_fp16(const mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+int mt_options_memory_limit(const mt_run_options *options, int64_t *bytes, mt_error *error) {
+    static const struct {
+        const char *name;
+        double bytes;
+    } units[] = {{"GiB", 0x1p30}, {"MiB", 0x1p20}, {"GB", 1e9}, {"MB", 1e6}};
+    char *unit = NULL;
+    const char *text = options->memory_limit;
+    *bytes = 0;
+    if (!text) return 0;
+    double number = isdigit((unsigned char)*text) ? strtod(text, &unit) : 0;
+    for (size_t i = 0; unit && i < sizeof units / sizeof *units; i++)
+        if (strcmp(unit, units[i].name) == 0 && number * units[i].bytes < 0x1p62)
+            *bytes = (int64_t)(number * units[i].bytes);
+    if (*bytes >= 1 << 20) return 0;
+    return mt_error_set(
+        error, "--memory-limit %.100s: give a number of at least 1MiB with GiB, MiB, GB or MB, as 15GiB", text);
+}
+
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,
                         mt_error *error) {
     mt_options_take_vocabulary(options);
     mt_options_drop_ignored(options);
     mt_options_scale_latent_rope(options);
     if (mt_options_check_fp16(options, error) != 0) return -1;
+    if (mt_options_memory_limit(options, &options->stack.memory_limit, error) != 0) return -1;
     if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
     if (mt_options_reduces_in_fp16(options)) options->stack.main_grads_dtype = MT_OPTIMIZER_FP16;
     if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||

@@ -316,6 +316,10 @@ const mt_option mt_option_table[] = {
      "steps with an overflow before the scale is halved", .needs = "fp16", .excludes = "loss-scale"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "device to compute on; auto: the GPU if there is one", .own = true},
+    {"memory-limit", MT_STRING, MT_AT(memory_limit), MT_BOTH, MT_OF_RUN, NULL, "N[GiB|MiB|GB|MB]",
+     "use no more memory of a GPU than a smaller one has, what other programs and libraries use included; on the CPU: "
+     "no more for the model of a rank; --plan and --explain: of each GPU (default: all of it)",
+     .own = true},
     {"attention-backend", MT_CHOICE, MT_AT(stack.attention_backend), MT_BOTH, MT_OF_RUN, "auto",
      "auto|flash|cudnn|unfused",
      "attention on a GPU; flash: fused kernels; cudnn: cuDNN for sequences of equal length, otherwise flash, and its "

@@ -93,7 +93,8 @@ typedef struct mt_run_options {
     int64_t print_launch; // of so many ranks at most
     bool plan, explain;   // see data/plan/planner.h
     int64_t gpus, gpus_per_host, explain_rank;
-    char *gpu; // the name of a machine, or its file
+    char *gpu;          // the name of a machine, or its file
+    char *memory_limit; // "15GiB"
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     bool full_validation, multiple_validation_sets;
@@ -218,6 +219,9 @@ enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
  * and false for flags; null leaves the default. `path` is for messages. Later settings win. */
 int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error);
+
+/* The bytes of --memory-limit; 0: none. Fails if it is no number with GiB, MiB, GB or MB, or less than a MiB. */
+int mt_options_memory_limit(const mt_run_options *options, int64_t *bytes, mt_error *error);
 
 /* Reads a YAML text of ROLL, verl or Trinity-RFT: the pipeline's keys and those of a role ("actor_train", "sft_train",
  * "rewards.NAME"). role_keys.c has the keys that are known: they set options, are not used here, or are refused. The

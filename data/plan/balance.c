@@ -338,9 +338,9 @@ static char *mt_layout_balance(const mt_run_options *o, int64_t world_size, mt_e
     one.stack.pipeline_model_parallel_size = 1, one.stack.pipeline_schedule = MT_SCHEDULE_1F1B,
     one.print_schedule = NULL;
     if (mt_options_derive(&one, MT_PROGRAM_TRAIN, world_size / pp, error) != 0) return NULL;
-    if (mt_machine_read(&machine, o->gpu, error) != 0) return NULL;
+    if (mt_machine_of_options(&machine, o, error) != 0) return NULL;
     mt_machine roomy = machine;
-    machine.gpus_per_host = roomy.gpus_per_host = o->gpus_per_host, roomy.memory_gib = INFINITY;
+    roomy.memory_gib = INFINITY;
     mt_layer_seconds t;
     if (mt_layer_seconds_of(&t, &one.stack, world_size / pp, 1, &roomy, error) != 0) return NULL;
     int64_t *layers = mt_calloc(pp * stages * 8);

@@ -803,10 +803,10 @@ static int mt_search_fail(const mt_search *s, mt_error *error) {
         snprintf(skipped, sizeof skipped, ", and %lld were left out after %lld simulations", (long long)out->skipped,
                  (long long)out->attempts);
     return mt_error_set(error,
-                        "no layout fits: %lld need more than %.1f GiB of a GPU and %lld are not legal%s; take more "
+                        "no layout fits: %lld need more than %.1f GiB of a GPU%s and %lld are not legal%s; take more "
                         "GPUs, a smaller --global-batch-size or a smaller model, or give sizes",
-                        (long long)out->too_large, s->machine->memory_gib / (1 << 30), (long long)out->illegal,
-                        skipped);
+                        (long long)out->too_large, s->machine->memory_gib / (1 << 30),
+                        s->machine->is_limited ? " (--memory-limit)" : "", (long long)out->illegal, skipped);
 }
 
 int mt_layouts_search(mt_layouts *out, const mt_run_options *given, const mt_machine *machine, int64_t most_attempts,

@@ -125,6 +125,16 @@ int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error) {
     return status;
 }
 
+int mt_machine_of_options(mt_machine *machine, const mt_run_options *options, mt_error *error) {
+    int64_t limit;
+    if (mt_machine_read(machine, options->gpu, error) != 0 || mt_options_memory_limit(options, &limit, error) != 0)
+        return -1;
+    machine->gpus_per_host = options->gpus_per_host;
+    machine->is_limited = limit > 0 && (double)limit < machine->memory_gib;
+    if (machine->is_limited) machine->memory_gib = (double)limit;
+    return 0;
+}
+
 /* ---- times */
 
 /* Tiles of products, and the rate of their inner loop relative to the largest tile's. */

@@ -2,7 +2,7 @@
 #ifndef MT_MACHINE_H
 #define MT_MACHINE_H
 
-#include "../../megatron.h"
+#include "../options/options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,7 +24,7 @@ extern "C" {
       "rate of the inner loop of a large product in bf16")                                                             \
     X(fp8_product_tflops, 1e12, 0, 1e5, false, 2, "bf16_peak_tflops", "the same in fp8; 0: the GPU has none")          \
     X(fp8_exact_share, 1, 0.01, 1.5, false, 0, NULL, "rate of fp8 products that sum in fp32, relative to others")      \
-    X(fp8_blocks_share, 1, 0.01, 1.5, false, 0, NULL, "rate of fp8 products with scales for blocks")                   \
+    X(fp8_blocks_share, 1, 0, 1.5, false, 0, NULL, "rate of fp8 products with scales for blocks; 0: there are none")   \
     X(product_depth, 1, 0, 1e4, false, 0, NULL, "sum of a product at which its inner loop reaches half of that rate")  \
     X(grouped_share, 1, 0.01, 1.5, false, 0, NULL, "rate of grouped products relative to dense ones")                  \
     X(attention_64_forward_tflops, 1e12, 0.1, 1e5, false, 1, "bf16_peak_tflops",                                       \
@@ -60,6 +60,7 @@ typedef struct mt_machine {
     MT_MACHINE_NUMBERS(MT_MACHINE_FIELD)
 #undef MT_MACHINE_FIELD
     int64_t gpus_per_host, gpus; // not of the file: GPUs of a host; of the job, which mt_simulate sets
+    bool is_limited;             // memory_gib is that of --memory-limit
 } mt_machine;
 
 /* Reads a machine's file: `gpu` is its path if it ends in ".json", else a name in data/machines, looked for in the
@@ -67,6 +68,9 @@ typedef struct mt_machine {
  * ...}. Errors: a file that cannot be read, an unknown or missing number, one out of its range, above the
  * number that limits it, or without a source. */
 int mt_machine_read(mt_machine *machine, const char *gpu, mt_error *error);
+
+/* Reads the machine of --gpu, with --gpus-per-host and no more memory than --memory-limit. */
+int mt_machine_of_options(mt_machine *machine, const mt_run_options *options, mt_error *error);
 
 /* Bytes that CUDA and libraries take of a rank with so many communicators of NCCL, 0 with one rank. */
 double mt_machine_context(const mt_machine *machine, double communicators);

@@ -190,16 +190,17 @@ static void mt_explain_calls(const mt_simulated_message *messages, FILE *file) {
 
 static int mt_plan_too_large(const mt_simulation *simulation, const mt_machine *machine, mt_error *error) {
     return mt_error_set(error,
-                        "a GPU needs %.1f GiB, with CUDA and libraries, and the %s has %.1f GiB; shard or recompute "
+                        "a GPU needs %.1f GiB, with CUDA and libraries, and the %s has %.1f GiB%s; shard or recompute "
                         "more, or lower --micro-batch-size",
-                        simulation->needed / (1 << 30), machine->name, machine->memory_gib / (1 << 30));
+                        simulation->needed / (1 << 30), machine->name, machine->memory_gib / (1 << 30),
+                        machine->is_limited ? " by --memory-limit" : "");
 }
 
 bool mt_plan_has_room(const mt_run_options *o, int64_t ranks, mt_error *error) {
     mt_machine machine;
     mt_simulation simulation;
     mt_error other;
-    if (mt_machine_read(&machine, o->gpu, &other) != 0) return true;
+    if (mt_machine_of_options(&machine, o, &other) != 0) return true;
     bool has_room = mt_simulate(&simulation, &o->stack, ranks, &machine, &other) != MT_DOES_NOT_FIT;
     if (!has_room) mt_plan_too_large(&simulation, &machine, error);
     mt_simulation_free(&simulation);
@@ -234,8 +235,7 @@ int mt_plan_explain(const mt_run_options *o, int64_t ranks, FILE *file, mt_error
     if (o->explain_rank >= pp)
         return mt_error_set(error, "--explain-rank %lld: the pipeline's ranks are 0 to %lld",
                             (long long)o->explain_rank, (long long)pp - 1);
-    if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
-    machine.gpus_per_host = o->gpus_per_host;
+    if (mt_machine_of_options(&machine, o, error) != 0) return -1;
     int status = mt_simulate(&simulation, &o->stack, ranks, &machine, error);
     if (status == MT_DOES_NOT_FIT) mt_plan_too_large(&simulation, &machine, error);
     if (status == 0) status = mt_explain_step(&simulation, o, ranks, &machine, file, error);
@@ -249,8 +249,7 @@ int mt_plan_print(const mt_run_options *o, FILE *file, mt_error *error) {
     const int64_t most_attempts = 10000; // one or two minutes of a core; 405B on 1,024 GPUs takes 1,790
     mt_machine machine;
     double begin = mt_time();
-    if (mt_machine_read(&machine, o->gpu, error) != 0) return -1;
-    machine.gpus_per_host = o->gpus_per_host;
+    if (mt_machine_of_options(&machine, o, error) != 0) return -1;
     mt_layouts *layouts = mt_malloc(sizeof *layouts);
     int status = mt_layouts_search(layouts, o, &machine, most_attempts, error);
     if (status == 0) {

@@ -102,6 +102,9 @@ static int64_t mt_sim_memory_available(void) {
     return INT64_MAX / 4; // the caller compares the plan with the machine
 }
 
+static void mt_sim_memory_limit(int64_t bytes) {
+}
+
 static void *mt_sim_memory_alloc(int64_t bytes) {
     uintptr_t address = mt_device_model.next_address;
     mt_device_model.next_address += (uintptr_t)mt_divide_up(bytes + 1, 4096) * 4096;
@@ -509,7 +512,8 @@ static void mt_sim_phase_end(mt_stream *stream) {
 /* The limits of the kernels on such a machine. */
 static mt_limits mt_sim_limits(const mt_machine *machine) {
     mt_limits limits = {0};
-    mt_cuda_set_limits(&limits, MT_CUDA_DELTA_SHARED, machine->fp8_product_tflops > 0, true);
+    bool has_fp8 = machine->fp8_product_tflops > 0;
+    mt_cuda_set_limits(&limits, MT_CUDA_DELTA_SHARED, has_fp8, has_fp8 && machine->fp8_blocks_share > 0, true);
     limits.no_bf16 = machine->bf16 == 0;
     return limits;
 }

@@ -879,6 +879,12 @@ void mt_report_opening(const mt_run_options *o, const mt_run_state *start, const
     fprintf(file, "\n");
 }
 
+void mt_report_backend(const mt_grid *grid) {
+    if (*mt_backend_note() == 0) return;
+    if (grid->world.size > 1) fprintf(stderr, "rank %d: ", grid->world.rank);
+    fprintf(stderr, "%s\n", mt_backend_note());
+}
+
 void mt_report_plan(const mt_model *model, FILE *file) {
     static const char *const names[MT_NUM_PLAN_ROWS] = {[MT_PLAN_WEIGHTS] = "weights",
                                                         [MT_PLAN_GRADIENTS] = "gradients",

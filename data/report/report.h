@@ -89,6 +89,9 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
 void mt_report_opening(const mt_run_options *options, const mt_run_state *start, const mt_ops *ops, const mt_grid *grid,
                        const mt_dataset *data, FILE *file);
 
+/* Prints the note of mt_backend_open, if there is one, on stderr of each rank. */
+void mt_report_backend(const mt_grid *grid);
+
 /* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
 void mt_report_plan(const mt_model *model, FILE *file);
 

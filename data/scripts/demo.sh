@@ -6,8 +6,8 @@
 #
 # Prints a line for each phase, and on a terminal the progress of training in place. All commands and their output are
 # in DEMO_DIR/demo.log. MT_BIN is the folder of the programs, DEMO_DIR that of the model, DEMO_ITERS the number of
-# iterations. DEMO_RANKS ranks, which `make demo` sets to the cores if it found MPI, share the work: two by data
-# parallelism, four by tensor and pipeline parallelism.
+# iterations, DEMO_OPTIONS more options of train. DEMO_RANKS ranks, which `make demo` sets to the cores if it found MPI,
+# share the work: two by data parallelism, four by tensor and pipeline parallelism.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
@@ -66,7 +66,7 @@ run $launch "$bin/train" $layout \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations / 20)) \
     --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval $((iterations > 5 ? iterations / 5 : 1)) --eval-iters 4 \
-    --save "$model" --metrics "$model/metrics.jsonl" --overwrite
+    --save "$model" --metrics "$model/metrics.jsonl" --overwrite ${DEMO_OPTIONS:-}
 head -n 1 "$model/metrics.jsonl" >"$model/data/first"
 # one batch's loss varies, so the loss at the end is a mean
 last=$(mean_of_last "$((iterations / 10 + 1))" "$model/metrics.jsonl" lm_loss)
