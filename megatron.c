@@ -567,8 +567,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->experimental_attention_variant == MT_VARIANT_DSA,
-         "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -833,6 +831,10 @@ static int64_t mt_cpu_delta_workspace_bytes(int64_t T, const mt_delta_args *a, m
 }
 
 static int64_t mt_cpu_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool train) {
+    return 0;
+}
+
+static int64_t mt_cpu_sparse_workspace_bytes(int64_t T, int64_t longest, int64_t topk) {
     return 0;
 }
 
@@ -14179,6 +14181,10 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (mamba.H > 0) {
         const mt_ssd_args sizes = {.G = mamba.G, .H = mamba.H, .N = mamba.N, .P = mamba.P};
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->ssd_workspace_bytes(T, &sizes, m->plan.train));
+    }
+    if (mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION)) {
+        int64_t bytes = m->ops->sparse_workspace_bytes(T, m->plan.max_position, mt_selected_keys(m));
+        m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
     }
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {

@@ -120,8 +120,8 @@ typedef enum subject {
 #define LATENT_LIKE BARE_LATENT_LIKE " --qk-layernorm --latent-norm-epsilon 1e-6"
 
 #define SPARSE_LIKE                                                                                                    \
-    LATENT_LIKE ON_CPU " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                \
-                       " --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.5"
+    LATENT_LIKE " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                       \
+                " --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.5"
 
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
