@@ -18243,6 +18243,7 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, dattended);
     call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
+    call.attention.row_dot = m->scratch.row_dot;
     m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
     if (!w->kind.shares_indices) {
         if (mt_has_indexer_loss(m))
