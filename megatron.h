@@ -1625,6 +1625,8 @@ typedef struct mt_indexer_args {
     int64_t first_row, rows; // of queries
     int64_t H, D, topk;
     mt_indexer_ties ties;
+    const int64_t *lengths; // [spans] keys of the whole sequence of a span, which MT_TIES_TORCH counts; NULL: k_len
+    int64_t longest;        // of `lengths`
     float scale;
     const void *q;       // [rows, H, D]
     const void *k;       // [Tk, D]
@@ -1675,7 +1677,8 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     OP(sparse_attention_forward, mt_work_sparse_attention(a, 1, 1), (a, dtype, stream), const mt_sparse_attention *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* dq of all query rows, dk and dv of the key rows, in spans, whose keys are disjoint. */                          \
+    /* dq of all query rows, dk and dv of the key rows, in spans; the keys of two spans begin with the same row, or    \
+     * are disjoint. */                                                                                                \
     OP(sparse_attention_backward, mt_work_sparse_attention(a, 3, 2), (a, dtype, stream), const mt_sparse_attention *a, \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(sparse_attention_shares, mt_work_sparse_attention(a, 1, 0), (a, dtype, stream), const mt_sparse_attention *a,   \

@@ -22,7 +22,7 @@ static const unsigned all_lanes = 0xffffffff;
 /* The span of a query row, and the number of its keys that the row sees; 0 if it is in no span. */
 struct query_keys {
     mt_span span;
-    int64_t count;
+    int64_t count, number; // number: of the span
 };
 
 /* All lanes of a warp call it with the same row. */
@@ -36,7 +36,7 @@ __device__ static query_keys keys_of_query(const mt_span *spans, int64_t num_spa
         }
         unsigned owner = __ballot_sync(all_lanes, mine);
         if (!owner) continue;
-        query_keys keys = {spans[base + __ffs((int)owner) - 1], 0};
+        query_keys keys = {spans[base + __ffs((int)owner) - 1], 0, base + __ffs((int)owner) - 1};
         int64_t end = t - keys.span.q_start + keys.span.k_len - keys.span.q_len + 1;
         keys.count = keys.span.causal ? max(min(end, keys.span.k_len), (int64_t)0) : keys.span.k_len;
         return keys;
@@ -93,9 +93,10 @@ template <class E> struct indexer_task {
     int64_t first_row;   // of queries: row 0 of q, weights and listed
     int64_t first, rows; // of this launch
     int64_t topk;
-    const int32_t *listed; // [rows, topk] or NULL: column j is key j
-    int64_t least;         // rows that see no more keys than this need no scores
-    float *scores;         // [rows of this launch, columns]
+    const int64_t *lengths; // see mt_indexer_args
+    const int32_t *listed;  // [rows, topk] or NULL: column j is key j
+    int64_t least;          // rows that see no more keys than this need no scores
+    float *scores;          // [rows of this launch, columns]
     int64_t columns;
     int H, D;
     float scale;
@@ -108,6 +109,9 @@ template <class E> struct indexer_task {
     __device__ int64_t count(const query_keys &keys) const {
         return listed ? min(keys.count, topk) : keys.count;
     }
+    __device__ int64_t length(const query_keys &keys) const {
+        return lengths ? lengths[keys.number] : keys.span.k_len;
+    }
     __device__ int64_t key_row(const query_keys &keys, int64_t t, int64_t j) const {
         return mt_key_row(pages, keys.span.k_start + (listed ? listed[(t - first_row) * topk + j] : j));
     }
@@ -118,7 +122,7 @@ template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     task.q = (const E *)a->q, task.k = (const E *)a->k, task.weights = (const E *)a->weights;
     task.spans = a->spans->device, task.num_spans = a->spans->count, task.pages = a->pages;
     task.first_row = a->first_row, task.topk = a->topk, task.H = (int)a->H, task.D = (int)a->D;
-    task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
+    task.lengths = a->lengths, task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
     return task;
 }
 
@@ -259,8 +263,8 @@ template <class E, int HEADS, int D> __global__ void __launch_bounds__(THREADS, 
     mt_copies_wait();
 }
 
-template <class E> static int64_t longest_keys(const mt_indexer_args *a) {
-    int64_t longest = 1;
+static int64_t longest_keys(const mt_indexer_args *a) {
+    int64_t longest = a->longest > 1 ? a->longest : 1;
     for (int64_t s = 0; s < a->spans->count; s++)
         if (a->spans->host[s].k_len > longest) longest = a->spans->host[s].k_len;
     return longest;
@@ -335,9 +339,16 @@ __device__ static void find_bin(const float *scores, int64_t n, uint32_t prefix,
     const uint32_t mask = (1u << bits) - 1, above = shift + bits == 32 ? 0 : ~0u << (shift + bits);
     for (int b = (int)threadIdx.x; b < BINS; b += THREADS) memory.bins[b] = 0;
     __syncthreads();
-    for (int64_t j = threadIdx.x; j < n; j += THREADS) {
-        uint32_t x = order_of(scores[j]);
-        if ((x & above) == prefix) atomicAdd(&memory.bins[x >> shift & mask], 1);
+    enum { EACH = 8 }; // loads in flight
+    for (int64_t base = threadIdx.x; base < n; base += THREADS * EACH) {
+        float loaded[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) loaded[i] = base + i * THREADS < n ? scores[base + i * THREADS] : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            uint32_t x = order_of(loaded[i]);
+            if (base + i * THREADS < n && (x & above) == prefix) atomicAdd(&memory.bins[x >> shift & mask], 1);
+        }
     }
     __syncthreads();
     int last = BINS - 1 - BINS_OF_THREAD * (int)threadIdx.x, mine = 0; // a thread's bins, from the greatest
@@ -425,51 +436,65 @@ __device__ static void move_greatest_as_torch(scored_key *x, int64_t n, int64_t 
         for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
 }
 
-/* A block selects the keys of some rows, one after another. ties: memory of [blocks, columns], or NULL if the first of
- * equal scores are selected. */
+enum { TIED = -2 }; // selected[0] of a row that select_ties selects
+
+/* A block selects the keys of a row. Of equal scores the first are selected, or with as_torch select_ties does it. */
 template <class E>
 __global__ void __launch_bounds__(THREADS)
-    select_keys(const indexer_task<E> task, int32_t *selected_rows, scored_key *ties) {
+    select_keys(const indexer_task<E> task, int32_t *selected_rows, bool as_torch) {
+    __shared__ select_memory memory;
+    const int64_t k = task.topk, i = blockIdx.x, t = task.query(i);
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int32_t *selected = selected_rows + (t - task.first_row) * k;
+    const float *scores = task.scores + i * task.columns;
+    if (keys.count <= k) { // all
+        for (int64_t j = threadIdx.x; j < k; j += THREADS) selected[j] = j < keys.count ? (int32_t)j : -1;
+        return;
+    }
+    int places = (int)k;
+    uint32_t bound = 0;
+    const int shifts[3] = {21, 10, 0}, bits[3] = {11, 11, 10};
+    for (int pass = 0; pass < 3; pass++) {
+        find_bin(scores, keys.count, bound, shifts[pass], bits[pass], places, memory);
+        bound |= (uint32_t)memory.bin << shifts[pass], places -= memory.above;
+        __syncthreads();
+    }
+    if (as_torch && memory.equal > places && task.length(keys) < 64 * k) {
+        if (threadIdx.x == 0) selected[0] = TIED;
+        return;
+    }
+    write_selected(selected, scores, keys.count, bound, places, memory);
+}
+
+/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, columns]. */
+template <class E>
+__global__ void __launch_bounds__(THREADS)
+    select_ties(const indexer_task<E> task, int32_t *selected_rows, scored_key *ties) {
     __shared__ select_memory memory;
     const int64_t k = task.topk;
+    scored_key *x = ties + (int64_t)blockIdx.x * task.columns;
     for (int64_t i = blockIdx.x; i < task.rows; i += gridDim.x) {
         int64_t t = task.query(i);
-        query_keys keys = keys_of_query(task.spans, task.num_spans, t);
         int32_t *selected = selected_rows + (t - task.first_row) * k;
         float *scores = task.scores + i * task.columns;
-        if (keys.count <= k) { // all
-            for (int64_t j = threadIdx.x; j < k; j += THREADS) selected[j] = j < keys.count ? (int32_t)j : -1;
-            continue;
-        }
-        int places = (int)k;
-        uint32_t bound = 0;
-        const int shifts[3] = {21, 10, 0}, bits[3] = {11, 11, 10};
-        for (int pass = 0; pass < 3; pass++) {
-            find_bin(scores, keys.count, bound, shifts[pass], bits[pass], places, memory);
-            bound |= (uint32_t)memory.bin << shifts[pass], places -= memory.above;
-            __syncthreads();
-        }
-        if (ties && memory.equal > places && keys.span.k_len < 64 * k) {
-            scored_key *x = ties + (int64_t)blockIdx.x * task.columns;
-            const int64_t n = keys.span.k_len;
-            for (int64_t j = threadIdx.x; j < n; j += THREADS)
-                x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
-            __syncthreads();
-            if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
-            for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
-            __syncthreads();
-            for (int64_t j = threadIdx.x; j < k; j += THREADS) scores[x[j].key] = 1;
-            __syncthreads();
-            write_selected(selected, scores, n, order_of(0.5f), 0, memory);
-        } else {
-            write_selected(selected, scores, keys.count, bound, places, memory);
-        }
+        if (selected[0] != TIED) continue;
+        query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+        const int64_t n = task.length(keys);
+        for (int64_t j = threadIdx.x; j < n; j += THREADS)
+            x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
+        __syncthreads(); // all threads have read selected[0]
+        if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
+        for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
+        __syncthreads();
+        for (int64_t j = threadIdx.x; j < k; j += THREADS) scores[x[j].key] = 1;
+        __syncthreads();
+        write_selected(selected, scores, n, order_of(0.5f), 0, memory);
         __syncthreads();
     }
 }
 
 template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stream *stream) {
-    int64_t longest = longest_keys<E>(a), columns = mt_cuda_score_columns(longest), of_row = columns * 4;
+    int64_t longest = longest_keys(a), columns = mt_cuda_score_columns(longest), of_row = columns * 4;
     bool torch = a->ties == MT_TIES_TORCH;
     int64_t rows = a->rows < MT_CUDA_INDEXER_ROWS ? a->rows : MT_CUDA_INDEXER_ROWS, blocks = rows;
     if (blocks > MT_CUDA_INDEXER_BLOCKS) blocks = MT_CUDA_INDEXER_BLOCKS;
@@ -486,8 +511,11 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
     for (int64_t row = 0; row < a->rows; row += rows) {
         task.first = a->first_row + row, task.rows = a->rows - row < rows ? a->rows - row : rows;
         if (longest > a->topk) launch_scores(task, on_tensor_cores, longest, stream);
+        select_keys<E><<<(unsigned)task.rows, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, torch);
+        MT_CUDA_LAUNCHED();
+        if (!torch || longest <= a->topk) continue;
         unsigned grid = (unsigned)(task.rows < blocks ? task.rows : blocks);
-        select_keys<E><<<grid, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, ties);
+        select_ties<E><<<grid, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, ties);
         MT_CUDA_LAUNCHED();
     }
 }
