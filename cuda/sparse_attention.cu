@@ -480,8 +480,7 @@ __global__ void __launch_bounds__(THREADS)
         if (selected[0] != TIED) continue;
         query_keys keys = keys_of_query(task.spans, task.num_spans, t);
         const int64_t n = task.length(keys);
-        for (int64_t j = threadIdx.x; j < n; j += THREADS)
-            x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
+        for (int64_t j = threadIdx.x; j < n; j += THREADS) x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
         __syncthreads(); // all threads have read selected[0]
         if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
         for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
