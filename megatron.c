@@ -865,6 +865,10 @@ static int64_t mt_cpu_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool 
     return 0;
 }
 
+static int64_t mt_cpu_sparse_workspace_bytes(int64_t T, int64_t longest, int64_t topk) {
+    return 0;
+}
+
 static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
     return NULL;
 }
@@ -7300,9 +7304,12 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
     /* sparse attention */
     void *indexer_keys;     // [T, D] of the indexer, of all tensor-parallel ranks
+    void *indexer_whole;    // context parallelism: [T of all ranks, D], in order of position
+    void *indexer_by_rank;  // likewise, in order of ranks; gradients too, in fp32
+    float *dindexer_local;  // [T, D], with context parallelism
     int32_t *selected;      // [T, topk] the last layer's, for layers that share it
     float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
-    float *dindexer_keys;   // [T, D]
+    float *dindexer_keys;   // [T, D]; with context parallelism of all ranks
     float *dindexer_own;    // [R, D], with sequence parallelism
     void *dindexer_q;       // [R, H D]
     void *dindexer_k;       // [R, D] of keys, before RoPE and then before the norm
@@ -10348,11 +10355,12 @@ struct mt_context {
     int32_t *identity;     // 0, 1, 2, ...: see mt_context_copied_rows
     int32_t *token_of_row; // all_gather: [N] of received rows
     int64_t *index;        // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    int64_t *lengths;      // all_gather: [spans] tokens of a span's whole sequence
     mt_span *spans;        // the lists on the device, one after another
     mt_spans *lists;       // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
     int64_t *cuts;         // [2 ring ranks + 1]: see mt_context_cut
     int32_t *host_token_of_row; // [N]
-    int64_t *host_index;
+    int64_t *host_index, *host_lengths;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
     void *by_head, *q, *k, *v, *out, *dout, *dq, *dk, *dv;
@@ -10413,7 +10421,10 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
-    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->token_of_row = mt_arena_alloc(arena, c->N * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) {
+        c->token_of_row = mt_arena_alloc(arena, c->N * 4);
+        c->lengths = mt_arena_alloc(arena, c->M * 8);
+    }
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.recurs) c->pieces.device = mt_arena_alloc(arena, c->plan.max_tokens * (int64_t)sizeof(mt_span));
@@ -10466,7 +10477,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context_plan_memory(c, &arena);
     c->host_token_of_row = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
-    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
+    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans)), c->host_lengths = mt_malloc(c->M * 8);
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
     for (int64_t i = 0; i < c->M; i++) c->host_token_of_row[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_token_of_row, mt_context_copied_rows(plan) * 4, stream);
@@ -10487,6 +10498,7 @@ void mt_context_destroy(mt_context *c) {
     free(c->host_index);
     free(c->host_spans);
     free(c->lists);
+    free(c->host_lengths);
     free(c->cuts);
     free(c);
 }
@@ -10525,9 +10537,10 @@ int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts
     return count;
 }
 
-/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
-static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
-                                       int64_t rank) {
+/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. lengths:
+ * of the whole sequences. */
+static int64_t mt_context_gather_spans(mt_span *spans, int64_t *lengths, const mt_batch *whole, const int64_t *cuts,
+                                       int64_t ranks, int64_t rank) {
     const int64_t *chunks[2] = {&cuts[rank], &cuts[2 * ranks - 1 - rank]};
     int64_t count = 0, row = 0;
     for (int half = 0; half < 2; half++)
@@ -10535,6 +10548,7 @@ static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, co
             int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunks[half][1]);
             int64_t queries = end - mt_max(begin, chunks[half][0]);
             if (queries <= 0) continue;
+            lengths[count] = whole->spans[s].q_len;
             spans[count++] = (mt_span){row, queries, begin, end - begin, true};
             row += queries;
         }
@@ -10548,11 +10562,12 @@ static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_strea
     for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_context_gather_spans(host, whole, c->cuts, P, rank)
+        c->lists[list].count = gather ? mt_context_gather_spans(host, c->host_lengths, whole, c->cuts, P, rank)
                                       : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
     c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
+    if (gather) c->ops->memory_copy(c->lengths, c->host_lengths, count * 8, stream);
 }
 
 void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole, int32_t *sequence) {
@@ -10764,14 +10779,22 @@ static void mt_context_gather_forward(mt_context *c, const mt_attention *call, m
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
-static void mt_context_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. sparse: its
+ * selected keys; NULL: all. */
+static void mt_context_gather_backward(mt_context *c, const mt_attention *call, const mt_sparse_attention *sparse,
+                                       mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_context_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
-    c->ops->attention_backward(&whole, dtype, stream);
+    if (sparse) {
+        mt_sparse_attention of_whole = *sparse;
+        of_whole.attention = whole;
+        c->ops->sparse_attention_backward(&of_whole, dtype, stream);
+    } else {
+        c->ops->attention_backward(&whole, dtype, stream);
+    }
     c->ops->gather_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->dkv_ordered, .to = c->gathered}, dtype,
                         stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
@@ -10893,7 +10916,10 @@ static void mt_context_attention(mt_context *c, const mt_attention *call, bool b
     }
     own.spans = c->lists[gathers ? 0 : c->plan.ring->rank];
     if (backward) {
-        (gathers ? mt_context_gather_backward : mt_ring_backward)(c, call, stream);
+        if (gathers)
+            mt_context_gather_backward(c, call, NULL, stream);
+        else
+            mt_ring_backward(c, call, stream);
         mt_attend_sink_backward(c->ops, &own, c->plan.dtype, stream);
     } else {
         (gathers ? mt_context_gather_forward : mt_ring_forward)(c, call, stream);
@@ -10921,6 +10947,42 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
     mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
     mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
     mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
+}
+
+/* ---- sparse attention, with all_gather: a query may select any key of its sequence */
+
+/* The call with the keys and values of all ranks. */
+static mt_sparse_attention mt_context_sparse(mt_context *c, const mt_sparse_attention *a, mt_stream *stream) {
+    mt_sparse_attention whole = *a;
+    MT_CHECK(c->plan.comm_type == MT_CP_ALL_GATHER && c->plan.a2a->size == 1);
+    if (c->plan.ring->size > 1) whole.attention = mt_context_gather_kv(c, &a->attention, stream);
+    whole.attention.k_index = c->index, whole.attention.spans = c->lists[0];
+    return whole;
+}
+
+static void mt_context_sparse_backward(mt_context *c, const mt_sparse_attention *a, mt_stream *stream) {
+    mt_sparse_attention whole = *a;
+    if (c->plan.ring->size > 1) {
+        mt_context_gather_backward(c, &a->attention, a, stream);
+        return;
+    }
+    whole.attention.k_index = c->index, whole.attention.spans = c->lists[0];
+    c->ops->sparse_attention_backward(&whole, c->plan.dtype, stream);
+}
+
+/* ordered[N, width] = own[M, width] of every rank, in order of position. by_rank: scratch of as many elements. */
+static void mt_context_gather_rows(const mt_context *c, void *ordered, void *by_rank, const void *own, int64_t width,
+                                   mt_stream *stream) {
+    c->ops->all_gather(by_rank, own, c->M * width, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(&(mt_row_args){c->N, width, c->token_of_row, .from = by_rank, .to = ordered}, c->plan.dtype,
+                         stream);
+}
+
+/* own[M, width] = the sum over ranks of the rows of ordered[N, width] that this rank owns. by_rank: scratch. */
+static void mt_context_sum_rows(const mt_context *c, float *own, float *by_rank, const float *ordered, int64_t width,
+                                mt_stream *stream) {
+    c->ops->gather_rows(&(mt_row_args){c->N, width, c->token_of_row, .from = ordered, .to = by_rank}, MT_F32, stream);
+    c->ops->reduce_scatter(own, by_rank, c->M * width, MT_F32, c->plan.ring, stream);
 }
 
 /* ==== §10 a pipeline stage ======================================================================================== */
@@ -18693,7 +18755,7 @@ static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
 }
 
 static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t longest = mt_longest_keys(a->spans);
+    int64_t longest = mt_max(a->longest, mt_longest_keys(a->spans));
     mt_scratch scratch = mt_scratch_reserve(mt_indexer_query_floats(a) + 4 * longest);
 #pragma omp parallel for schedule(dynamic) if (a->rows * longest * a->H * a->D > MT_PARALLEL)
     for (int64_t row = 0; row < a->rows; row++) {
@@ -18701,6 +18763,7 @@ static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_
         int32_t *selected = a->selected + row * a->topk;
         mt_indexer_query query = mt_indexer_open(a, a->first_row + row, true, copy + 3 * longest, dtype);
         int64_t seen = query.keys.count, all = query.keys.span ? query.keys.span->k_len : 0;
+        if (query.keys.span && a->lengths) all = a->lengths[query.keys.span - a->spans->host];
         if (seen > a->topk) mt_indexer_scores(scores, &query);
         for (int64_t j = 0; j < seen && seen <= a->topk; j++) scores[j] = 0; // all are selected
         for (int64_t j = seen; j < all; j++) scores[j] = -INFINITY;
@@ -18942,7 +19005,16 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     mt_row_store(call->dq, q_at, dq, D, dtype);
 }
 
-/* A task is a group of one span: it owns their dk and dv. */
+/* Number of the first span after `s` that has other keys: those of one sequence begin with the same key and are
+ * adjacent. *k_len: the most keys of one of them. */
+static int64_t mt_spans_of_sequence(const mt_spans *spans, int64_t s, int64_t *k_len) {
+    const mt_span *first = &spans->host[s];
+    for (*k_len = 0; s < spans->count && spans->host[s].k_start == first->k_start; s++)
+        *k_len = mt_max(*k_len, spans->host[s].k_len);
+    return s;
+}
+
+/* A task is a group of the spans of one sequence: it owns their dk and dv. */
 static void mt_cpu_sparse_attention_backward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     const mt_attention *call = &a->attention;
     int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
@@ -18952,12 +19024,15 @@ static void mt_cpu_sparse_attention_backward(const mt_sparse_attention *a, mt_dt
     for (int64_t s = 0; s < call->spans.count; s++)
         for (int64_t group = 0; group < call->num_groups; group++) {
             const mt_span *span = &call->spans.host[s];
-            float *dk = mt_scratch_slice(scratch), *dv = dk + span->k_len * D;
-            memset(dk, 0, (size_t)(span->k_len * (D + Dv)) * sizeof *dk);
-            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++)
-                for (int64_t head = group * heads; head < (group + 1) * heads; head++)
-                    mt_sparse_backward_query(a, span, t, head, dk, dv, dv + span->k_len * Dv, dtype);
-            for (int64_t j = 0; j < span->k_len; j++) {
+            int64_t k_len, end = mt_spans_of_sequence(&call->spans, s, &k_len);
+            if (s > 0 && span[-1].k_start == span->k_start) continue; // of the task before
+            float *dk = mt_scratch_slice(scratch), *dv = dk + k_len * D;
+            memset(dk, 0, (size_t)(k_len * (D + Dv)) * sizeof *dk);
+            for (const mt_span *part = span; part < call->spans.host + end; part++)
+                for (int64_t t = part->q_start; t < part->q_start + part->q_len; t++)
+                    for (int64_t head = group * heads; head < (group + 1) * heads; head++)
+                        mt_sparse_backward_query(a, part, t, head, dk, dv, dv + k_len * Dv, dtype);
+            for (int64_t j = 0; j < k_len; j++) {
                 int64_t row = span->k_start + j;
                 mt_row_store(call->dk, row * call->k_stride + group * D, dk + j * D, D, dtype);
                 mt_row_store(call->dv, row * call->v_stride + group * Dv, dv + j * Dv, Dv, dtype);
@@ -18991,8 +19066,9 @@ static void mt_cpu_sparse_attention_shares(const mt_sparse_attention *a, mt_dtyp
 /* With sequence parallelism each tensor-parallel rank scores the queries of its rows against all keys, and the ranks
  * exchange the choices; else every rank scores all. All ranks then attend to the same keys with their heads. The target
  * of the indexer's loss is a mean over all heads, so the ranks sum it, for a block of queries at a time; the loss is
- * computed where its gradient is, in the backward. A layer that shares indices copies the choice of the layer before;
- * its copy is kept where its forward is computed again. */
+ * computed where its gradient is, in the backward. With context parallelism a rank gathers the indexer's keys, and k
+ * and v, of all ranks, and sums their gradients. A layer that shares indices copies the choice of the layer before; its
+ * copy is kept where its forward is computed again. */
 
 /* Query rows whose targets of the indexer's loss are in memory at a time. */
 enum { MT_INDEXER_ROWS = 64 };
@@ -19030,6 +19106,10 @@ static mt_indexer_args mt_indexer_call(const mt_model *m, const mt_pass *p, cons
     call.scale = (float)(1 / sqrt((double)(call.H * call.D))), call.ties = o->dsa_indexer_ties;
     call.q = a->indexer_q, call.weights = a->indexer_weights, call.k = a->indexer_k;
     call.selected = a->selected + p->first_row * call.topk;
+    if (p->context) {
+        call.spans = &p->context->lists[0], call.lengths = p->context->lengths;
+        call.longest = mt_min(p->context->N, m->plan.max_position);
+    }
     return call;
 }
 
@@ -19053,9 +19133,16 @@ static mt_rope_args mt_indexer_rope(const mt_model *m, const mt_pass *p, const m
 
 /* The indexer's keys of all rows. */
 static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, const mt_activations *a) {
-    if (!p->tp.sequence_parallel) return a->indexer_k;
-    mt_all_gather_rows(&p->tp, m->scratch.indexer_keys, a->indexer_k, m->options->dsa_indexer_head_dim, p->stream);
-    return m->scratch.indexer_keys;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t D = m->options->dsa_indexer_head_dim;
+    const void *keys = a->indexer_k;
+    if (p->tp.sequence_parallel) {
+        mt_all_gather_rows(&p->tp, s->indexer_keys, a->indexer_k, D, p->stream);
+        keys = s->indexer_keys;
+    }
+    if (!p->context) return keys;
+    mt_context_gather_rows(p->context, s->indexer_whole, s->indexer_by_rank, keys, D, p->stream);
+    return s->indexer_whole;
 }
 
 /* a->selected from x[R, C] and the latent of queries. */
@@ -19112,6 +19199,7 @@ static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_sparse_select(m, p, w, a, x);
     mt_sparse_attention call = mt_sparse_call(m, p, w, a);
     if (p->decode) mt_cache_update(m, p, w, &call.attention, true);
+    if (p->context) call = mt_context_sparse(p->context, &call, p->stream);
     m->ops->sparse_attention_forward(&call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -19125,13 +19213,15 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     bool counts = p->tp.sequence_parallel || m->grid->tensor.rank == 0; // else all ranks compute the same
     mt_sparse_attention target = mt_sparse_call(m, p, w, a);
     mt_indexer_args loss = mt_indexer_call(m, p, a);
+    int64_t keys = p->context ? p->context->N : p->T;
+    if (p->context) target = mt_context_sparse(p->context, &target, p->stream);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
     loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
     loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
-    loss.width = target.width = loss.all_keys ? mt_min(p->T, m->plan.max_position) : loss.topk;
-    m->ops->memory_zero(s->dindexer_keys, p->T * D * 4, p->stream);
+    loss.width = target.width = loss.all_keys ? mt_min(keys, m->plan.max_position) : loss.topk;
+    m->ops->memory_zero(s->dindexer_keys, keys * D * 4, p->stream);
     for (int64_t row = 0; row < p->T; row += MT_INDEXER_ROWS) {
         loss.block = target.block = row;
         loss.block_rows = target.block_rows = mt_min(MT_INDEXER_ROWS, p->T - row);
@@ -19139,9 +19229,15 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
         m->ops->all_reduce(s->shares, loss.block_rows * loss.width, MT_SUM, MT_F32, &m->grid->tensor, p->stream);
         m->ops->indexer_backward(&loss, m->dtype, p->stream);
     }
-    float *own = p->tp.sequence_parallel ? s->dindexer_own : s->dindexer_keys;
-    if (p->tp.sequence_parallel)
-        m->ops->reduce_scatter(own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
+    float *own = s->dindexer_keys;
+    if (p->context) {
+        mt_context_sum_rows(p->context, s->dindexer_local, s->indexer_by_rank, own, D, p->stream);
+        own = s->dindexer_local;
+    }
+    if (p->tp.sequence_parallel) {
+        m->ops->reduce_scatter(s->dindexer_own, own, p->rows * D, MT_F32, p->tp.group, p->stream);
+        own = s->dindexer_own;
+    }
     m->ops->convert(dk, m->dtype, own, MT_F32, p->rows * D, p->stream);
 }
 
@@ -19182,7 +19278,11 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, dattended);
     call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
-    m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
+    call.attention.row_dot = m->scratch.row_dot;
+    if (p->context)
+        mt_context_sparse_backward(p->context, &call, p->stream);
+    else
+        m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
     if (!w->kind.shares_indices) {
         if (mt_has_indexer_loss(m))
             mt_indexer_backward(m, p, w, a, block->x);
@@ -19194,20 +19294,33 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
 }
 
 /* Of latent attention and the indexer; and the sums of its loss. */
+static mt_mixer_widths mt_sparse_widths(const mt_model *m) {
+    mt_mixer_widths widths = mt_latent_widths(m);
+    widths.workspace_bytes =
+        m->ops->sparse_workspace_bytes(m->plan.max_tokens, m->plan.max_position, mt_selected_keys(m));
+    return widths;
+}
+
 static void mt_sparse_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
+    int64_t cp = o->context_parallel_size, N = T * cp;
     mt_latent_scratch(m, arena);
     if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
+    if (cp > 1) {
+        s->indexer_whole = mt_arena_alloc(arena, N * D * size);
+        s->indexer_by_rank = mt_arena_alloc(arena, N * D * (mt_has_indexer_loss(m) ? 4 : size));
+    }
     if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
     if (!mt_has_indexer_loss(m)) return;
     m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
-    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
+    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(N, m->plan.max_position);
     s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
     s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
-    s->dindexer_keys = mt_arena_alloc(arena, T * D * 4);
+    s->dindexer_keys = mt_arena_alloc(arena, N * D * 4);
+    if (cp > 1) s->dindexer_local = mt_arena_alloc(arena, T * D * 4);
     if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
     s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
     s->dindexer_k = mt_arena_alloc(arena, R * D * size);
@@ -19240,20 +19353,10 @@ static int mt_sparse_check(const mt_options *o, mt_error *error) {
         {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
          "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
          {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
-        {o->context_parallel_size > 1,
-         "--experimental-attention-variant dsa does not run with --context-parallel-size %lld, whose ranks do not have "
-         "the keys that an indexer selects; take tensor, pipeline, data or expert parallelism",
-         {o->context_parallel_size}},
         {.broken = o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
          .message = "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
-}
-
-static int mt_sparse_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    (void)o;
-    if (!l->no_plain) return 0;
-    return mt_error_set(error, "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu");
 }
 
 static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
@@ -19263,8 +19366,7 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .backward = mt_sparse_backward,
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
-                                             .widths = mt_latent_widths,
+                                             .widths = mt_sparse_widths,
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
-                                             .check = mt_sparse_check,
-                                             .check_limits = mt_sparse_check_limits};
+                                             .check = mt_sparse_check};

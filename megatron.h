@@ -967,6 +967,8 @@ typedef void mt_host_function(void *context);
      * And for Mamba-2's scan. */                                                                                      \
     OP(delta_workspace_bytes, int64_t, int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train)                  \
     OP(ssd_workspace_bytes, int64_t, int64_t T, const mt_ssd_args *a, bool train)                                      \
+    /* And for sparse attention of T tokens in spans of at most `longest` keys, whose indexer selects topk. */         \
+    OP(sparse_workspace_bytes, int64_t, int64_t T, int64_t longest, int64_t topk)                                      \
     /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: no algorithm is \
      * chosen by measuring, so two runs have the same bits; on the CPU they always do. */                              \
     OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
@@ -1651,6 +1653,8 @@ typedef struct mt_indexer_args {
     int64_t first_row, rows; // of queries
     int64_t H, D, topk;
     mt_indexer_ties ties;
+    const int64_t *lengths; // [spans] keys of the whole sequence of a span, which MT_TIES_TORCH counts; NULL: k_len
+    int64_t longest;        // of `lengths`
     float scale;
     const void *q;       // [rows, H, D]
     const void *k;       // [Tk, D]
@@ -1690,7 +1694,9 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+
+#define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
        mt_stream *stream)                                                                                              \
     /* The loss of each query is the Kullback-Leibler divergence of its shares, divided by their sum, from the softmax \
@@ -1699,7 +1705,8 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     OP(sparse_attention_forward, mt_work_sparse_attention(a, 1, 1), (a, dtype, stream), const mt_sparse_attention *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* dq of all query rows, dk and dv of the key rows, in spans, whose keys are disjoint. */                          \
+    /* dq of all query rows, dk and dv of the key rows, in spans; the keys of two spans begin with the same row, or    \
+     * are disjoint. */                                                                                                \
     OP(sparse_attention_backward, mt_work_sparse_attention(a, 3, 2), (a, dtype, stream), const mt_sparse_attention *a, \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(sparse_attention_shares, mt_work_sparse_attention(a, 1, 0), (a, dtype, stream), const mt_sparse_attention *a,   \
@@ -2402,6 +2409,7 @@ typedef struct mt_graph mt_graph;
     MT_ATTENTION_OPERATIONS(OP)                                                                                        \
     MT_LINEAR_ATTENTION_OPERATIONS(OP)                                                                                 \
     MT_SSD_OPERATIONS(OP)                                                                                              \
+    MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                                 \
     MT_ACTIVATION_OPERATIONS(OP)                                                                                       \
     MT_ROW_OPERATIONS(OP)                                                                                              \
     MT_ROUTER_OPERATIONS(OP)                                                                                           \

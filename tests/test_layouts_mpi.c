@@ -186,7 +186,7 @@ static bool takes_layout(const char *family, const layout *l) {
     bool has_two = strncmp(family, "nemotron_h", 10) == 0 || strcmp(family, "mimo_v2_flash") == 0;
     if (has_two && strstr(l->words, "--tensor-model-parallel-size 4")) return false;
     if (strcmp(family, "granitemoehybrid") == 0 && strstr(l->words, "--tensor")) return false;
-    if (has_indexer(family) && strstr(l->words, "--context")) return false;
+    if (has_indexer(family) && strstr(l->words, "--cp-comm-type") && !strstr(l->words, "all_gather")) return false;
     // Every second layer of glm_moe_dsa_shared has an indexer, and a stage begins with one.
     bool begins_without = strstr(l->words, "--pipeline-model-parallel-size 4") || strstr(l->words, "virtual") ||
                           strstr(l->words, "--decoder-first-pipeline-num-layers 1");

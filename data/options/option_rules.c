@@ -447,12 +447,18 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     bool chosen = MT_GIVEN(o, stack.cp_comm_type);
-    if (o->stack.window_size > 0 && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
+    bool sparse = o->stack.experimental_attention_variant == MT_VARIANT_DSA;
+    if ((o->stack.window_size > 0 || sparse) && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
     if (o->stack.window_size > 0 && cp > a2a && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
                             "apart; take all_gather or a2a",
                             (long long)o->stack.window_size, hierarchical ? "a2a+p2p" : "p2p");
+    if (sparse && cp > 1 && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--experimental-attention-variant dsa with --context-parallel-size %lld needs "
+                            "--cp-comm-type all_gather: a query may select any key of its sequence",
+                            (long long)cp);
     o->stack.context_a2a_size = a2a;
     if (!o->stack.dynamic_context_parallel) return 0;
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
