@@ -190,7 +190,7 @@ typedef struct mt_run_options {
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
     int64_t serve_queue, serve_timeout, serve_max_body, max_prefill_tokens, inference_max_seq_length;
-    uint64_t given[56]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[64]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
     int64_t num_batch_steps, batch_steps[MT_MAX_BATCH_STEPS][2];
     mt_strings typed_names;          // pairs for messages: an option, and the other name that the user typed
