@@ -24,6 +24,7 @@
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
 ## make calibrate     measure this machine's GPUs for train --plan: OUT=machine.json, BASE=data/machines/h200.json
+## make bench-bitwise  measure what --bitwise-rollouts costs on the CPU
 ## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
 ## make bench-fp8     train a small model in bf16 and with every fp8 recipe, compare losses; DEVICE=cuda STEPS=n
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
@@ -61,7 +62,7 @@ CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $
 B := build/$(or $(CONFIG),default)
 BIN := $(if $(CONFIG),$(B)/bin/)
 
-LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc cmocka cuda nccl cudnn gnuplot
+LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc http cmocka cuda nccl cudnn gnuplot
 ifneq ($(filter-out $(LIBRARIES),$(WITHOUT)),)
 $(error WITHOUT=$(WITHOUT): the libraries are $(LIBRARIES))
 endif
@@ -115,7 +116,7 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: test-all test-slow mini kernels examples has-mpicc has-nvcc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
-.PHONY: calibrate bench-fp8 needs times
+.PHONY: calibrate bench-bitwise bench-fp8 needs times
 .PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
 	format format-check clean FORCE
 all:
@@ -256,10 +257,15 @@ $(FUZZ_PROGRAMS): %: %.o $(MORE_OBJECTS) $(B)/flags
 $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
-# The programs in Python that render chat templates and read files of Parquet, as texts of C.
+# The programs in Python that render chat templates and read files of Parquet, and the page of a server, as texts of C.
+text_of_c = sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
 $(B)/data/tokens/jinja_program.h $(B)/data/datasets/parquet_program.h: $(B)/%_program.h: %.py $(B)/flags
 	@mkdir -p $(@D)
-	@sed 's/\\/\\\\/g; s/"/\\"/g; s/.*/"&\\n"/' $< >$@
+	@$(text_of_c)
+$(B)/data/serve/page_text.h: data/serve/page.html $(B)/flags
+	@mkdir -p $(@D)
+	@$(text_of_c)
+$(B)/data/serve/serve.o $(B)/pic/data/serve/serve.o: $(B)/data/serve/page_text.h
 $(B)/data/tokens/jinja.o $(B)/pic/data/tokens/jinja.o: $(B)/data/tokens/jinja_program.h
 $(B)/data/datasets/parquet.o $(B)/pic/data/datasets/parquet.o: $(B)/data/datasets/parquet_program.h
 $(B)/%.cu.o: %.cu $(B)/flags
@@ -414,6 +420,9 @@ calibrate: $(B)/tests/bench_calibrate
 		OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $$launch $< \
 		$(or $(BASE),data/machines/h200.json) $(or $(OUT),machine.json)
 
+bench-bitwise: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_bitwise.sh $(ARGS)
+
 bench-experts: all
 	@mkdir -p $(B)/tests
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_experts.sh $(B)/tests
@@ -516,11 +525,11 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
-	libyaml-dev libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox patch \
+	libyaml-dev libpcre2-dev libutf8proc-dev libmicrohttpd-dev libcmocka-dev gnuplot-nox patch \
 	python3-jinja2
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
-	pcre2-devel utf8proc-devel libcmocka-devel gnuplot patch python3-jinja2
-BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc cmocka gnuplot
+	pcre2-devel utf8proc-devel libmicrohttpd-devel libcmocka-devel gnuplot patch python3-jinja2
+BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc libmicrohttpd cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.
 define install_packages

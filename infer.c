@@ -11,6 +11,7 @@
 #include "data/report/report.h"
 #include "data/run/inference.h"
 #include "data/run/score.h"
+#include "data/serve/serve.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -236,10 +237,11 @@ int main(int argc, char **argv) {
         score(&r);
     } else {
         mt_inference_open_tokenizer(&r);
+        if (o->serve) mt_serve(&r);
         if (o->chat) mt_inference_open_chat(&r);
         if (o->prompt_tokens || o->prompts || o->prompt.count > 0)
             answer_prompts(&r);
-        else
+        else if (!o->serve)
             all = answer_lines(&r);
         print_rates(&r);
     }

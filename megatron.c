@@ -507,13 +507,13 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     return 0;
 }
 
+static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
+
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
     bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
     bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
-    bool delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
-    bool mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -550,21 +550,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_delta && mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET),
-         "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take --device cpu"},
-        {delta && mt_exceeds(o->linear_key_head_dim, l->delta_channels),
-         "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
-         {o->linear_key_head_dim, l->delta_channels}},
-        {delta && mt_exceeds(o->linear_value_head_dim, l->delta_channels),
-         "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
-         "channels",
-         {o->linear_value_head_dim, l->delta_channels}},
-        {mamba && mt_exceeds(o->mamba_state_dim, l->ssd_rows),
-         "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
-         {o->mamba_state_dim, l->ssd_rows}},
-        {mamba && mt_exceeds(o->mamba_head_dim, l->ssd_columns),
-         "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
-         {o->mamba_head_dim, l->ssd_columns}},
         {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
          "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
         {l->no_plain && o->moe_router_quantile_bias,
@@ -572,14 +557,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "take --device cpu"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->experimental_attention_variant == MT_VARIANT_DSA,
-         "--experimental-attention-variant dsa runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
          {E, l->sinkhorn_experts}},
     };
-    if (MT_CHECK_CONSTRAINTS(rules, error)) return -1;
+    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_mixers_check_limits(o, l, error)) return -1;
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
@@ -879,6 +862,10 @@ static int64_t mt_cpu_delta_workspace_bytes(int64_t T, const mt_delta_args *a, m
 }
 
 static int64_t mt_cpu_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool train) {
+    return 0;
+}
+
+static int64_t mt_cpu_sparse_workspace_bytes(int64_t T, int64_t longest, int64_t topk) {
     return 0;
 }
 
@@ -1360,6 +1347,22 @@ static void mt_matmul(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_
         mt_matmul_tiles(c, stride, a, b, M, N, K, accumulate);
 }
 
+/* Batch-invariant forwards: whatever else is in the batch, the numbers of a token have the same bits. Then generation,
+ * whose batches are single tokens, and training, whose batches are whole sequences, compute the same log-probabilities.
+ * Of the process, as the kernels of a library are. */
+static bool mt_is_batch_invariant;
+
+void mt_cpu_batch_invariant(bool invariant) {
+    mt_is_batch_invariant = invariant;
+}
+
+/* A product of a forward: mt_matmul's, or, batch-invariant, that whose sums of a row do not depend on the number of
+ * rows: a library takes other kernels for other shapes. */
+static void mt_matmul_forward(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate) {
+    (mt_is_batch_invariant ? mt_matmul_plain : mt_matmul)(c, stride, a, b, M, N, K, accumulate);
+}
+
 /* A block of x as floats: in place for fp32, else converted into scratch. */
 static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
                                 int64_t stride, mt_dtype dtype) {
@@ -1464,11 +1467,12 @@ static mt_matrix mt_linear_operand(const mt_linear_blocks *b, float *scratch, co
 /* y = x w^T + bias of a->M rows; a->offsets and a->E are not read, here and in the two functions below. */
 static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias, mt_dtype dtype) {
     int64_t K = a->K;
-    if (a->M <= 8 && a->x_stride == 0) {
+    if (a->M <= 8 && a->x_stride == 0 && !mt_is_batch_invariant) {
         mt_linear_forward_small(a->y, a->x, a->w, bias, a->M, a->N, K, dtype);
         return;
     }
     mt_linear_blocks b = mt_linear_blocks_of(a, dtype);
+    b.is_bf16 &= !mt_is_batch_invariant;
     for (int64_t t = 0; t < a->M; t += b.T) {
         int64_t rows = mt_min(b.T, a->M - t);
         mt_matrix x = mt_linear_operand(&b, b.x, a->x, t * b.x_stride, rows, K, b.x_stride, dtype);
@@ -1480,7 +1484,7 @@ static void mt_linear_product_forward(const mt_grouped_args *a, const void *bias
             const float *add = bias ? mt_row_load(b.row, bias, n, columns, dtype) : NULL;
 #pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (add ? rows : 0); r++) memcpy(y + r * stride, add, (size_t)columns * sizeof *add);
-            mt_matmul(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
+            mt_matmul_forward(y, stride, x, mt_transposed(w), rows, columns, K, add || (b.in_place && a->accumulate));
             if (!b.in_place) mt_matrix_store(a->y, at, y, rows, columns, b.y_stride, a, dtype);
         }
     }
@@ -2297,13 +2301,14 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
+    if (mt_is_batch_invariant) first -= first % MT_KEYS; // blocks of keys do not depend on the block of queries
     for (int64_t j0 = first, columns; j0 < last; j0 += columns) {
         columns = mt_min(MT_KEYS, last - j0);
         if (call->pages.table) // a block lies in one page
             columns = mt_min(columns, call->pages.rows - (span->k_start + j0) % call->pages.rows);
         b.j0 = j0, b.columns = columns;
         mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
-        mt_matmul(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
+        mt_matmul_forward(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
         for (int64_t i = 0; i < rows; i++) {
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
@@ -2311,7 +2316,7 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
-        mt_matmul(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
+        mt_matmul_forward(sums, Dv, (mt_matrix){.data = p, .stride = columns}, b.v, rows, Dv, columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
         int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
@@ -2778,6 +2783,48 @@ static void mt_cpu_scale(void *x, float factor, int64_t n, mt_dtype dtype, mt_st
     }
 }
 
+static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
+                              mt_stream *stream) {
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *to = slice + C;
+        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
+        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
+        mt_row_store(x, t * stride, to, C, dtype);
+    }
+}
+
+static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
+                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
+        float *y = mt_row_open(y_scratch, a->y, block, dtype);
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
+        mt_row_close(a->y, block, y, n, dtype);
+    }
+}
+
+static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
+#pragma omp parallel for if (a->n > MT_PARALLEL)
+    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
+        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
+        int64_t n = mt_min(MT_BLOCK, a->n - block);
+        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
+                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
+        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
+        for (int64_t i = 0; i < n; i++) {
+            float open = mt_sigmoid(z[i]);
+            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
+        }
+        mt_row_store(a->dz, block, dz, n, dtype);
+        mt_row_store(a->dx, block, dx, n, dtype);
+    }
+}
+
 static void mt_cpu_scatter_add_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *stream) {
     mt_embedding_args sums = {a->T, a->width, 0, a->count, a->index, .dout = a->from, .dw = a->to};
     mt_cpu_embedding_backward(&sums, dtype, stream);
@@ -2804,30 +2851,47 @@ static void mt_cpu_gather_rows(const mt_row_args *a, mt_dtype dtype, mt_stream *
 
 /* ==== §3g cross-entropy, sampling ================================================================================ */
 
-static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
-    const int64_t T = a->T, count = a->count;
-    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
-    mt_scratch scratch = mt_scratch_reserve(count);
-#pragma omp parallel for if (T * count > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, count, dtype);
-        float max = k * mt_row_max(x, count), *row = a->stats + t;
-        double sum = 0, weighted = 0;
-        for (int64_t block = 0; block < count; block += MT_BLOCK) {
-            float block_sum = 0, block_weighted = 0;
+/* The four numbers of a row's share x[count] of the vocabulary: the maximum, the sum of exp(x - maximum), the label's
+ * logit or 0, the sum of exp(x - maximum) x, or with `squares` of exp(x - maximum)^2, all of k times the logits. One
+ * function, which is not compiled anew for some arguments, so that training and generation have the same bits. */
+#if defined __clang__
+__attribute__((noinline))
+#elif defined __GNUC__
+__attribute__((noinline, noclone))
+#endif
+static void
+mt_cross_entropy_row(float *row, int64_t stride, const float *x, int64_t count, int64_t label, float k,
+                     bool has_entropy, bool squares) {
+    float max = k * mt_row_max(x, count);
+    double sum = 0, weighted = 0;
+    for (int64_t block = 0; block < count; block += MT_BLOCK) {
+        float block_sum = 0, block_weighted = 0;
 #pragma omp simd reduction(+ : block_sum, block_weighted)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
-                float e = mt_exp(k * x[i] - max);
-                block_sum += e;
-                block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
-            }
-            sum += block_sum;
-            weighted += block_weighted;
+        for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
+            float e = mt_exp(k * x[i] - max);
+            block_sum += e;
+            block_weighted += e == 0 ? 0.0f : e * (k * x[i]); // exp(-inf) * -inf counts as 0
         }
-        int64_t label = a->labels[t] - a->first;
-        row[0] = max, row[T] = (float)sum;
-        row[2 * T] = label >= 0 && label < count ? k * x[label] : 0.0f;
-        if (a->entropy) row[3 * T] = (float)weighted;
+        sum += block_sum;
+        weighted += block_weighted;
+    }
+    for (int64_t i = 0; i < (squares ? count : 0); i++) {
+        double e = mt_exp(k * x[i] - max);
+        weighted = (i > 0 ? weighted : 0) + e * e;
+    }
+    row[0] = max, row[stride] = (float)sum;
+    row[2 * stride] = label >= 0 && label < count ? k * x[label] : 0.0f;
+    if (has_entropy) row[3 * stride] = (float)weighted;
+}
+
+static void mt_cpu_cross_entropy_forward(const mt_cross_entropy_args *a, mt_dtype dtype, mt_stream *stream) {
+    const float k = a->logit_scale > 0 ? a->logit_scale : 1;
+    mt_scratch scratch = mt_scratch_reserve(a->count);
+#pragma omp parallel for if (a->T * a->count > MT_PARALLEL)
+    for (int64_t t = 0; t < a->T; t++) {
+        const float *x = mt_row_load(mt_scratch_slice(scratch), a->logits, t * a->stride, a->count, dtype);
+        mt_cross_entropy_row(a->stats + t, a->T, x, a->count, a->labels[t] - a->first, k, a->entropy != NULL,
+                             a->squares);
     }
 }
 
@@ -2843,7 +2907,7 @@ static void mt_cpu_cross_entropy_combine(const mt_cross_entropy_args *a, const f
             double scale = exp((double)share[0] - (double)max); // 0 for a part without vocabulary
             sum += scale * (double)share[T];
             target += (double)share[2 * T];
-            if (a->entropy) weighted += scale * (double)share[3 * T];
+            if (a->entropy) weighted += (a->squares ? scale : 1) * scale * (double)share[3 * T];
         }
         row[0] = max, row[T] = (float)sum, row[2 * T] = (float)target;
         if (a->entropy) row[3 * T] = (float)weighted;
@@ -2855,7 +2919,8 @@ static void mt_cpu_cross_entropy_loss(const mt_cross_entropy_args *a, mt_stream 
         const float *row = a->stats + t;
         double log_sum = (double)row[0] + log((double)row[a->T]);
         a->lse[t] = (float)log_sum, a->logp[t] = (float)((double)row[2 * a->T] - log_sum);
-        if (a->entropy) a->entropy[t] = (float)(log_sum - (double)row[3 * a->T] / (double)row[a->T]);
+        double share = a->entropy ? (double)row[3 * a->T] / (double)row[a->T] : 0;
+        if (a->entropy) a->entropy[t] = (float)(a->squares ? share / (double)row[a->T] : log_sum - share);
     }
 }
 
@@ -2992,6 +3057,21 @@ static float mt_token_logp(const float *logits, int64_t V, int32_t best, int32_t
     return (float)(times * ((double)logits[token] - (double)logits[best]) - log(sum));
 }
 
+/* The same with the bits of training, whose ranks have `columns` of the vocabulary each. */
+static float mt_token_training_logp(const float *logits, int64_t V, int32_t token, float scale, int64_t columns) {
+    int64_t ranks = mt_divide_up(V, columns);
+    float *parts = mt_malloc(4 * ranks * 4), stats[4] = {0}, lse, logp, entropy, k = scale > 0 ? scale : 1;
+    for (int64_t r = 0; r < ranks; r++)
+        mt_cross_entropy_row(parts + 4 * r, 1, logits + r * columns, mt_min(columns, V - r * columns),
+                             token - r * columns, k, true, false);
+    mt_cross_entropy_args a = {
+        .T = 1, .stats = ranks == 1 ? parts : stats, .lse = &lse, .logp = &logp, .entropy = &entropy};
+    if (ranks > 1) mt_cpu_cross_entropy_combine(&a, parts, ranks, NULL);
+    mt_cpu_cross_entropy_loss(&a, NULL);
+    free(parts);
+    return logp;
+}
+
 /* Samples from scores[V]: the logits, or the logits after penalties. */
 static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_t V, const mt_sampling *sampling,
                                 double uniform, int32_t *order) {
@@ -2999,7 +3079,10 @@ static mt_sampled mt_row_sample(const float *logits, const float *scores, int64_
     if (greatest < 0 || best < 0) return (mt_sampled){.token = -1};
     mt_sampled drawn = {.token = best};
     if (sampling->temperature > 0) drawn = mt_token_draw(scores, V, best, sampling, uniform, order);
-    if (sampling->logprobs) drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
+    if (sampling->logprobs && sampling->training_columns > 0)
+        drawn.logp = mt_token_training_logp(logits, V, drawn.token, sampling->logp_scale, sampling->training_columns);
+    else if (sampling->logprobs)
+        drawn.logp = mt_token_logp(logits, V, greatest, drawn.token, sampling->logp_scale);
     return drawn;
 }
 
@@ -5600,8 +5683,8 @@ void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross
     const mt_ops *ops = tp->ops;
     ops->cross_entropy_forward(a, tp->dtype, tp->stream);
     if (tp->group->size > 1) { // ranks exchange 3 or 4 numbers of a row instead of logits
-        ops->all_gather(tp->loss_parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
-        ops->cross_entropy_combine(a, tp->loss_parts, tp->group->size, tp->stream);
+        ops->all_gather(a->parts, a->stats, (a->entropy ? 4 : 3) * a->T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(a, a->parts, tp->group->size, tp->stream);
     }
     ops->cross_entropy_loss(a, tp->stream);
 }
@@ -5644,6 +5727,30 @@ static double mt_loss_weight(const mt_aggregation *a, int64_t counted, mt_loss_s
 }
 
 /* ---- policies */
+
+static const mt_policy_kind mt_policy_kinds[] = {
+    [MT_POLICY_PPO] = {.clips = true},
+    [MT_POLICY_VANILLA] = {.clips = true},
+    [MT_POLICY_GSPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_CISPO] = {.clips = true},
+    [MT_POLICY_GMPO] = {.clips = true, .by_sequence = true, .mean_of_means = true},
+    [MT_POLICY_GPG] = {0},
+    [MT_POLICY_SAPO] = {.mean_of_means = true},
+    [MT_POLICY_DPPO_TV] = {.clips = true},
+    [MT_POLICY_DPPO_KL] = {.clips = true},
+    [MT_POLICY_DRO] = {0},
+    [MT_POLICY_KIMI15] = {0},
+    [MT_POLICY_KL_COV] = {.selects = true, .kl_is_absolute = true},
+    [MT_POLICY_CLIP_COV] = {.clips = true, .selects = true},
+    [MT_POLICY_TIS] = {0},
+    [MT_POLICY_TOPR] = {.selects = true},
+    [MT_POLICY_OPMD] = {0},
+    [MT_POLICY_SPPO] = {.clips = true},
+};
+
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant) {
+    return &mt_policy_kinds[variant];
+}
 
 /* The policy loss of one token and its derivative by logp. */
 typedef struct mt_policy_term {
@@ -5814,21 +5921,21 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
     double x = mt_bounded(mt_log_ratio(t, i), -20, 20);
-    sums->metrics[MT_POLICY_PPO_KL] += c->variant == MT_POLICY_KL_COV ? fabs(x) : -x;
+    sums->metrics[MT_POLICY_PPO_KL] += mt_policy_kinds[c->variant].kl_is_absolute ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
 }
 
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
-    bool by_sequence = c->variant == MT_POLICY_GSPO || c->variant == MT_POLICY_GMPO;
+    const mt_policy_kind *kind = &mt_policy_kinds[c->variant];
     mt_aggregation aggregation = c->aggregation;
-    if (by_sequence || c->variant == MT_POLICY_SAPO) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (kind->mean_of_means) aggregation.mode = MT_SEQ_MEAN_TOKEN_MEAN;
     MT_CHECK((t->ref_logp || c->kl_coef == 0) && (t->entropy || c->entropy_coef == 0));
     for (const mt_span *span = t->sequences; span < t->sequences + t->num_sequences; span++) {
         int64_t end, counted = mt_counted_tokens(span, t->mask);
         double weight = mt_loss_weight(&aggregation, counted, sums);
         mt_policy_sequence sequence = {0};
-        if (by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
+        if (kind->by_sequence && t->advantages && counted > 0) sequence = mt_policy_sequence_ratio(t, c, span, counted);
         for (int64_t i = mt_sequence_tokens(span, &end); i < end; i++)
             if (t->mask[i] != 0) mt_policy_add(t, c, i, weight, &sequence, sums);
     }
@@ -5999,14 +6106,42 @@ double mt_divergence(const mt_divergence_config *c, const double *student, const
     return value;
 }
 
+double mt_hidden_loss(mt_hidden_loss_type type, const float *student, const float *teacher, int64_t C,
+                      float *dstudent) {
+    double xy = 0, xx = 1e-12, yy = 1e-12, error = 0;
+    for (int64_t i = 0; i < C; i++) {
+        double x = (double)student[i], y = (double)teacher[i];
+        xy += x * y, xx += x * x, yy += y * y, error += (x - y) * (x - y);
+    }
+    double lengths = sqrt(xx * yy), mean = 2 / (double)C;
+    for (int64_t i = 0; i < C; i++) {
+        double x = (double)student[i], y = (double)teacher[i];
+        dstudent[i] = (float)(type == MT_HIDDEN_MSE ? mean * (x - y) : (xy / xx * x - y) / lengths);
+    }
+    return type == MT_HIDDEN_MSE ? error / (double)C : 1 - xy / lengths;
+}
+
 void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums) {
+    double entropy = 0, divergence = 0, hidden = 0, count = 0;
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
-        sums->loss += c->weight * t->divergence[i] - (1 - c->weight) * t->logp[i], sums->count += 1;
-        sums->metrics[MT_DISTILLATION_CROSS_ENTROPY] -= t->logp[i];
-        sums->metrics[MT_DISTILLATION_DIVERGENCE] += t->divergence[i];
-        t->dlogp[i] -= 1 - c->weight;
+        entropy -= t->logp[i], divergence += t->divergence[i], count++;
+        if (c->num_pairs > 0) hidden += t->hidden[i];
     }
+    double of_entropy = 1 - c->weight, of_divergence = c->weight, of_hidden = c->weight * c->hidden_weight;
+    if (c->balance != MT_DISTILL_FIXED) {
+        of_entropy = 0, of_divergence = 1, of_hidden = hidden > 0 ? divergence / hidden : 0;
+        double both = divergence + of_hidden * hidden;
+        double scale = c->scale * (both > 0 && entropy > 0 ? entropy / both : 1);
+        if (c->balance == MT_DISTILL_BALANCE_ALL) of_entropy = 1, of_divergence *= scale, of_hidden *= scale;
+    }
+    for (int64_t i = 0; i < t->T; i++)
+        if (t->mask[i] != 0) t->dlogp[i] -= of_entropy;
+    sums->loss += of_entropy * entropy + of_divergence * divergence + of_hidden * hidden, sums->count += count;
+    sums->divergence_factor = of_divergence, sums->hidden_factor = of_hidden;
+    sums->metrics[MT_DISTILLATION_CROSS_ENTROPY] += entropy;
+    sums->metrics[MT_DISTILLATION_DIVERGENCE] += divergence;
+    sums->metrics[MT_DISTILLATION_HIDDEN] += hidden;
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -6107,10 +6242,6 @@ bool mt_options_tied(const mt_options *o) {
 
 static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
     return mixer == MT_MIXER_LATENT_ATTENTION || mixer == MT_MIXER_SPARSE_ATTENTION;
-}
-
-static bool mt_mixer_attends(mt_mixer_kind mixer) {
-    return mixer == MT_MIXER_ATTENTION || mt_mixer_is_latent(mixer);
 }
 
 /* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
@@ -6273,14 +6404,14 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
     X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
-    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* than attention */                                          \
+    X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
     X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
     X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
     X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
     X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
     X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
-    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* but experts or nothing */             \
+    X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* experts, or nothing */                \
     X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
     X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
@@ -6760,8 +6891,9 @@ static const struct {
  * projection, the last one ends with the norm. */
 static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
-    bool of_feed_forward =
-        row->field >= offsetof(mt_layer, mlp_norm) && row->field < offsetof(mt_layer, mtp_embedding_norm);
+    const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
+                            MT_HAS(ROUTER) | MT_HAS(ROUTER_BIAS) | MT_HAS(ROUTER_LINEAR_BIAS);
+    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
     bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
     return module * halves + (is_last ? halves - 1 : 0);
 }
@@ -7148,11 +7280,11 @@ typedef struct mt_layer_scratch {
     void *dout;      // [R, C] gradient of a block's output before the norm after it
     void *dnormed;   // [R, C] gradient of a norm's output
     union {
-        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv
+        void *dqkv;        // [T, (H + 2G) D]; latent attention: dq, then dkv; other mixers: of their first linear
         void *dmlp_hidden; // [T, 2F] or [T, F]
     };
     union {
-        void *dattended;   // [T, H Dv]
+        void *dattended;   // [T, H Dv], or as wide as the mixer's last linear reads
         void *dmlp_active; // [T, F]
         void *dinput;      // [R, C] a second gradient of a norm's output
     };
@@ -7172,9 +7304,12 @@ typedef struct mt_layer_scratch {
     void *dlatent_norm; // [R, q_lora_rank or kv_lora_rank] gradient of a latent norm's output
     /* sparse attention */
     void *indexer_keys;     // [T, D] of the indexer, of all tensor-parallel ranks
+    void *indexer_whole;    // context parallelism: [T of all ranks, D], in order of position
+    void *indexer_by_rank;  // likewise, in order of ranks; gradients too, in fp32
+    float *dindexer_local;  // [T, D], with context parallelism
     int32_t *selected;      // [T, topk] the last layer's, for layers that share it
     float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
-    float *dindexer_keys;   // [T, D]
+    float *dindexer_keys;   // [T, D]; with context parallelism of all ranks
     float *dindexer_own;    // [R, D], with sequence parallelism
     void *dindexer_q;       // [R, H D]
     void *dindexer_k;       // [R, D] of keys, before RoPE and then before the norm
@@ -7255,6 +7390,7 @@ struct mt_model {
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
+    float *loss_parts;                     // [tensor ranks, 4, max_logits]: see mt_cross_entropy_args
     struct mt_host_loss *host_loss;        // of a loss on the host, and of mt_score_tokens
     void *gathered_logits, *whole_logits;  // [tensor ranks, rows, V] and [rows, tensor ranks, V], to copy or to sample
     void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
@@ -7262,6 +7398,10 @@ struct mt_model {
     mt_sampled *sampled;                   // [max_logits]
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
+    mt_routes *routes;                     // routing replay; NULL: none
+    bool replays_routes;                   // it takes experts from there; else it writes them
+    mt_routes *kept;                       // of the rows of the cache; NULL: not kept
+    bool scores_squares;                   // see mt_model_score_squares
     void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
     void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
     float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
@@ -7375,7 +7515,7 @@ typedef struct mt_deferred {
     const void *x, *dy;
 } mt_deferred;
 
-enum { MT_MAX_DEFERRED = 8 };
+enum { MT_MAX_DEFERRED = 8, MT_MLP_X = 4 };
 
 /* The operands of the backward of a block of a layer, a mixer or a feed-forward: dx from dout and x. */
 typedef struct mt_block_gradients {
@@ -7431,7 +7571,7 @@ typedef struct mt_activations {
     void *experts_out;                     // [R, L] sums of latent experts' results
     mt_deferred deferred[MT_MAX_DEFERRED]; // between the two halves of a split backward
     int64_t num_deferred;
-    void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8
+    void *x_transposed[MT_MAX_DEFERRED]; // of linears in fp8: the mixer's, then from MT_MLP_X on those of the MLP
     void *host; // copy of the offloaded slots; NULL: they stay in their buffer until the backward
 } mt_activations;
 
@@ -7568,6 +7708,22 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
+/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. */
+static void mt_layer_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, int index,
+                                         bool read_later) {
+    size_t field = offsetof(mt_activations, x_transposed) + (size_t)index * sizeof(void *);
+    mt_slot_add_transposed(m, list, x, l, field, read_later);
+}
+
+/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
+static size_t mt_mixer_x(const mt_model *m) {
+    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+}
+static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
+    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
+    return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
+}
+
 /* x^T that the forward of a linear saves in the struct at `base`, or NULL. */
 static void *mt_saved_x(const void *base, const mt_linear *l) {
     return l->fp8 && l->fp8->saved_x ? mt_slot_read(base, &(mt_slot){.field = l->fp8->saved_x}) : NULL;
@@ -7670,6 +7826,44 @@ static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
                                   &(mt_linear_io){.x = d->x, .x_transposed = mt_saved_x(a, d->linear), .dy = d->dy});
     a->num_deferred = 0;
 }
+
+/* ---- kinds of blocks: each has its functions and its row in a section, from §9d on; §9g runs them */
+
+/* Elements that a mixer needs on this rank: of a token in buffers that all layers share, and of a sequence's states. */
+typedef struct mt_mixer_widths {
+    int64_t in;                     // gradient of its first linear's output: dqkv
+    int64_t out;                    // gradient of its last linear's input, or a second one of its own: dattended
+    int64_t conv;                   // channels of its convolution: dconv
+    int64_t core;                   // gradient of the output of its rule or scan: ddelta
+    int64_t conv_state, rule_state; // of the convolution, of the rule or scan
+    int64_t rule_map;               // context parallelism: a map of such a state over a piece of a sequence
+    int64_t workspace_bytes;        // of the stream
+} mt_mixer_widths;
+
+/* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
+typedef struct mt_block_kind {
+    const char *name;
+    /* Adds the values that the forward saves for the backward. w NULL: of any layer of the model. */
+    void (*slots)(const mt_model *m, mt_slots *s, const mt_layer *w);
+    /* out NULL: only the values that the backward reads. */
+    void (*forward)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x, void *out);
+    /* Computes the values that --recompute-modules does not keep; NULL: none. */
+    void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
+    /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
+     * the block's input. */
+    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
+    bool may_leave_weight; // see mt_block_gradients
+    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
+    /* mixers only */
+    bool attends; // generation caches keys and values; false: states, where it has such
+    mt_mixer_widths (*widths)(const mt_model *m);
+    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
+    /* Multiplications per token of a forward: of its linears, and between them. */
+    double (*multiplications)(const mt_options *o, int64_t layer);
+    /* Rules between options, and limits of a backend: the first broken one is the error; NULL: it has none. */
+    int (*check)(const mt_options *o, mt_error *error);
+    int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error);
+} mt_block_kind;
 
 /* ==== §9c norms and the residual stream =========================================================================== */
 
@@ -7846,7 +8040,7 @@ static void mt_attend_backward(const mt_ops *ops, const mt_attention *call, mt_d
     mt_attend_sink_backward(ops, call, dtype, stream);
 }
 
-/* Values of attention between q, k, v and the output, of both mixers. */
+/* Values of attention between q, k, v and the output, of all mixers that attend. */
 static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     int64_t T = m->plan.max_tokens;
     MT_SLOT(s, attended, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
@@ -7865,79 +8059,9 @@ static int64_t mt_cache_slots(const mt_model_plan *plan) {
     return mt_max(plan->cache_sequences, plan->cache_rows / mt_cache_slot_rows(plan)) + 1;
 }
 
-/* The sizes of a gated delta net on this rank. */
-typedef struct mt_delta_sizes {
-    int64_t Hk, Hv, Dk, Dv; // heads and their channels
-    int64_t conv, in;       // channels of q, k and v; columns of delta_in
-    int64_t b;              // column of b in delta_in
-    bool by_channel;        // Kimi delta attention
-} mt_delta_sizes;
-
-static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
+/* indexed: an indexer reads x and the latent of queries too, also in the backward. */
+static void mt_latent_slots_of(const mt_model *m, mt_slots *s, const mt_layer *w, bool indexed) {
     const mt_options *o = m->options;
-    int64_t ranks = m->grid->tensor.size;
-    bool by_channel = mt_has_mixer(o, MT_MIXER_KDA);
-    if (!by_channel && !mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET)) return (mt_delta_sizes){0};
-    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
-    z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
-    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.by_channel = by_channel;
-    z.b = by_channel ? z.conv : z.conv + z.Hv * z.Dv;
-    z.in = z.b + (by_channel ? 1 : 2) * z.Hv;
-    return z;
-}
-
-/* Channels of a gated short convolution on this rank; 0: the model has none. */
-static int64_t mt_short_channels(const mt_model *m) {
-    return m->options->experimental_attention_variant == MT_VARIANT_SHORT_CONV ? m->C / m->grid->tensor.size : 0;
-}
-
-/* The sizes of Mamba-2 on this rank. */
-typedef struct mt_mamba_sizes {
-    int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
-    int64_t inner;      // channels of x, and of z
-    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
-} mt_mamba_sizes;
-
-static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
-    const mt_options *o = m->options;
-    int64_t ranks = m->grid->tensor.size;
-    if (!mt_has_mixer(o, MT_MIXER_MAMBA2)) return (mt_mamba_sizes){0};
-    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
-    z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
-    z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
-    return z;
-}
-
-/* Elements of a layer's states in generation: of the delta rule or the scan, and of the short convolution. */
-typedef struct mt_state_sizes {
-    int64_t rule, conv;
-} mt_state_sizes;
-
-static mt_state_sizes mt_state_sizes_of(const mt_model *m) {
-    mt_delta_sizes d = mt_delta_sizes_of(m);
-    mt_mamba_sizes y = mt_mamba_sizes_of(m);
-    int64_t channels = y.conv + d.conv + mt_short_channels(m);
-    return (mt_state_sizes){.rule = y.H * y.N * y.P + d.Hv * d.Dk * d.Dv,
-                            .conv = (m->options->linear_conv_kernel_dim - 1) * channels};
-}
-
-/* Query rows whose targets of the indexer's loss are in memory at a time. */
-enum { MT_INDEXER_ROWS = 64 };
-
-/* Columns of mt_activations.selected: keys that a query attends to, at most. */
-static int64_t mt_selected_keys(const mt_model *m) {
-    return mt_min(m->options->dsa_indexer_topk, m->plan.max_position);
-}
-
-/* True if training computes the indexer's loss. */
-static bool mt_has_indexer_loss(const mt_model *m) {
-    return m->plan.train && mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION) &&
-           m->options->dsa_indexer_loss_coeff > 0;
-}
-
-static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    const mt_options *o = m->options;
-    (void)w;
     int64_t T = m->plan.max_tokens, R = m->max_rows;
     mt_slot *q = MT_SLOT(s, q, T, m->H * m->D, m->dtype), *kv = MT_SLOT(s, kv, T, m->H * (m->D + m->Dv), m->dtype);
     q->stash_of = offsetof(mt_layer, q_b), kv->stash_of = offsetof(mt_layer, kv_b);
@@ -7949,11 +8073,28 @@ static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     if (o->qk_layernorm && o->q_lora_rank > 0) MT_SLOT(s, q_latent_rstd, R, 1, MT_F32);
     if (o->qk_layernorm) MT_SLOT(s, kv_latent_rstd, R, 1, MT_F32);
     mt_core_attention_slots(m, s);
+    if (!w) return;
+    bool has_q_latent = o->q_lora_rank > 0; // else latent and q_b read the same x
+    bool normed = mt_norms_before(o), up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
+    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(m);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->latent, 0, !normed || !has_q_latent || indexed);
+    mt_layer_slot_add_transposed(m, s, q_x, &w->q_b, 1, !has_q_latent || up_again || indexed);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, 2, up_again);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
+}
+
+static void mt_latent_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    mt_latent_slots_of(m, s, w, false);
+}
+
+/* The field of mt_activations that the output linear reads. */
+static size_t mt_attention_out_x(const mt_model *m) {
+    return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
 }
 
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
-    (void)w;
+    bool has_gate = m->options->attention_output_gate, normed = mt_norms_before(m->options);
     mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
     if (mt_norms_heads(m->options)) {
@@ -7963,9 +8104,12 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
         MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
     mt_core_attention_slots(m, s);
-    if (!m->options->attention_output_gate) return;
-    MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
-    MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (has_gate) MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
+    if (has_gate) MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->qkv, 0, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->gate, 1, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_attention_out_x(m), &w->o, 3, true);
 }
 
 /* q, k and v of attention, or their gradients, with the strides between tokens. */
@@ -7992,10 +8136,11 @@ double mt_yarn_mscale(double factor, double mscale) {
     return 0.1 * mscale * log(factor) + 1;
 }
 
-/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others. */
-static float mt_attention_scale(const mt_options *o) {
+/* 1 / sqrt(D) unless the model has its own. YaRN scales the softmax in DeepSeek's models, cos and sin in others; layers
+ * with the RoPE of a window have none of it. */
+static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
-    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -8007,7 +8152,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     mt_attention call = {.num_heads = m->H, .num_groups = w->G, .head_size = m->D, .value_size = m->Dv};
     call.q = qkv.q, call.k = qkv.k, call.v = qkv.v, call.out = a->attended, call.lse = a->lse;
     call.q_stride = call.k_stride = qkv.qk_stride, call.v_stride = qkv.v_stride, call.out_stride = m->H * m->Dv;
-    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options);
+    call.spans = p->spans, call.window = w->kind.window, call.scale = mt_attention_scale(m->options, w->kind.rope);
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
@@ -8067,8 +8212,8 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
 
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
-    bool latent = mt_mixer_is_latent(w->kind.mixer); // without RoPE the angles of its table are 0
-    mt_layer_rope which = latent ? MT_ROPE_MODEL : w->kind.rope;
+    bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
+    mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
@@ -8198,11 +8343,6 @@ static void mt_output_gate_backward(const mt_model *m, const mt_pass *p, const m
     m->ops->gate_backward(&gate, m->dtype, p->stream);
 }
 
-/* The field of mt_activations that the output linear reads. */
-static size_t mt_attention_out_x(const mt_model *m) {
-    return m->options->attention_output_gate ? offsetof(mt_activations, gated) : offsetof(mt_activations, attended);
-}
-
 /* Queries, or their gradients, scaled by their position, where the model does so. */
 static void mt_scale_queries(const mt_model *m, const mt_pass *p, mt_qkv_view view) {
     mt_position_scale_args a = {.T = p->T, .width = m->H * m->D, .x = view.q, .x_stride = view.qk_stride};
@@ -8258,6 +8398,53 @@ static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer
     mt_add_to(m, p, d->dx, m->scratch.dinput);
     return out;
 }
+
+/* A second gradient of the input is that through the output gate. */
+static mt_mixer_widths mt_attention_widths(const mt_model *m) {
+    int64_t input = m->options->attention_output_gate ? m->C : 0;
+    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, input)};
+}
+
+static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
+    mt_layer_scratch *s = &m->scratch;
+    if (!m->plan.train) return;
+    if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+    if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
+}
+
+/* Mean number of keys that a query of a layer attends to: half of the sequence, as Megatron counts; with a window, its
+ * size, and fewer at the start. */
+static double mt_mean_keys(const mt_options *o, double window) {
+    double T = (double)o->seq_length;
+    return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
+}
+
+/* Of queries times keys and probabilities times values. */
+static double mt_core_attention_multiplications(const mt_options *o, double window) {
+    double values = (double)mt_value_channels(o);
+    return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mt_mean_keys(o, window);
+}
+
+static double mt_attention_multiplications(const mt_options *o, int64_t layer) {
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    double heads = (double)o->num_attention_heads, groups = (double)kind.groups, C = (double)o->hidden_size;
+    double D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
+    double linears = C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
+    return linears + mt_core_attention_multiplications(o, (double)kind.window);
+}
+
+static const mt_block_kind mt_attention_kind = {.name = "attention",
+                                                .slots = mt_attention_slots,
+                                                .forward = mt_attention_forward,
+                                                .backward = mt_attention_backward,
+                                                .may_leave_weight = true,
+                                                .last = offsetof(mt_layer, o),
+                                                .attends = true,
+                                                .widths = mt_attention_widths,
+                                                .scratch = mt_attention_scratch,
+                                                .multiplications = mt_attention_multiplications};
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): a down-projection maps hidden states to a query
  * latent, a key/value latent, and the rope channels of the key, which all heads share. Up-projections map the latents
@@ -8402,6 +8589,48 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
     return out;
 }
 
+/* A second gradient of the input is that through q, where q has no latent. */
+static mt_mixer_widths mt_latent_widths(const mt_model *m) {
+    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
+}
+
+static void mt_latent_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    if (!m->plan.train) return;
+    s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+}
+
+/* Of the linears, including their norms, as Megatron counts them. */
+static double mt_latent_linear_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, nope = (double)o->qk_head_dim;
+    double rope = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (nope + rope);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (nope + values) + 1) + C * rope;
+    return queries + keys + heads * values * C;
+}
+
+static double mt_latent_multiplications(const mt_options *o, int64_t layer) {
+    double window = (double)mt_layer_kind_of(o, layer).window;
+    return mt_latent_linear_multiplications(o) + mt_core_attention_multiplications(o, window);
+}
+
+static const mt_block_kind mt_latent_kind = {.name = "latent attention",
+                                             .slots = mt_latent_slots,
+                                             .forward = mt_latent_attention_forward,
+                                             .replay = mt_latent_attention_replay,
+                                             .backward = mt_latent_attention_backward,
+                                             .last = offsetof(mt_layer, o),
+                                             .attends = true,
+                                             .widths = mt_latent_widths,
+                                             .scratch = mt_latent_scratch,
+                                             .multiplications = mt_latent_multiplications};
+
 /* ==== §9e MLP ===================================================================================================== */
 
 /* Outputs of fc1 for a width F: gate and up, or up alone. */
@@ -8419,6 +8648,10 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_slot *active = MT_SLOT(s, mlp_active, T, F, in_fp8 ? MT_U8 : m->dtype);
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
+    if (!w) return;
+    bool read_later = !mt_norms_before(m->options) || is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
+    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, MT_MLP_X, read_later);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, MT_MLP_X + 1, false);
 }
 
 /* a->y = activation(a->x), stored as `reader` reads its x. offsets: of experts' rows. */
@@ -8901,10 +9134,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     }
 }
 
-/* e->dlogits += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its depths'
- * auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
+/* dlogits[R, E] += the gradients of the auxiliary losses and of the z-loss. A repeated module has the mean of its
+ * depths' auxiliary losses, and the sum of their z-losses; in models of --hybrid-override-pattern the sums of both.
  * Megatron-Core 0.19 computes these. */
-static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
+static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r,
+                                 float *dlogits) {
     const mt_experts *e = m->experts;
     const mt_options *o = m->options;
     bool divides = w->number >= o->num_layers && o->mtp_use_repeated_layer && !o->hybrid_layers;
@@ -8915,7 +9149,7 @@ static void mt_aux_loss_backward(const mt_model *m, const mt_pass *p, const mt_l
         mt_load_balancing type = (mt_load_balancing)(MT_BALANCING_AUX_LOSS + i);
         if (!mt_has_aux_stats(m, type)) continue;
         mt_aux_loss_args a = mt_aux_loss_operands(m, p, r, type, sums);
-        a.counts = sums + a.S * e->router.num_experts, a.dlogits = e->dlogits;
+        a.counts = sums + a.S * e->router.num_experts, a.dlogits = dlogits;
         a.aux_scale = (float)mt_aux_loss_coeff(m->options, type) * aux_scale, a.z_scale = z_scale;
         m->ops->aux_loss_backward(&a, p->stream);
         sums += mt_aux_stats_rows(m, type) * e->router.num_experts;
@@ -8978,6 +9212,71 @@ static void mt_route_quantiles(mt_model *m, const mt_pass *p, const mt_layer *w,
                           p->stream);
 }
 
+void mt_model_score_squares(mt_model *m, bool squares) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->scores_squares = squares;
+}
+
+int64_t mt_routes_size(const mt_options *o, int64_t rows) {
+    return mt_num_expert_layers(o) > 0 ? rows * o->num_layers * o->moe_router_topk : 0;
+}
+
+void mt_model_use_routes(mt_model *m, mt_routes *routes, bool replay) {
+    MT_CHECK(m->ops == &mt_cpu_ops);
+    m->routes = routes, m->replays_routes = replay;
+}
+
+void mt_model_keep_routes(mt_model *m) {
+    MT_CHECK(m->ops == &mt_cpu_ops && m->plan.cache_rows > 0);
+    if (m->kept) return;
+    m->kept = mt_model_calloc(m, (int64_t)sizeof *m->kept);
+    *m->kept = (mt_routes){.num_layers = m->options->num_layers, .topk = m->options->moe_router_topk};
+    m->kept->experts = mt_model_calloc(m, mt_routes_size(m->options, m->plan.cache_rows) * 4);
+}
+
+/* The experts of layer `number` for a row of a table. */
+static float *mt_routes_at(const mt_routes *routes, int64_t row, int64_t number) {
+    return routes->experts + (row * routes->num_layers + number) * routes->topk;
+}
+
+static bool mt_experts_differ(const int32_t *chosen, const float *others, int64_t k) {
+    bool differs = false;
+    for (int64_t i = 0; i < k; i++) {
+        bool found = false;
+        for (int64_t j = 0; j < k; j++) found |= (int32_t)others[j] == chosen[i];
+        differs |= !found;
+    }
+    return differs;
+}
+
+/* Writes the experts[R, k] that a pass has chosen to a table, or replaces them by those of a table, with their
+ * probabilities. Layers of multi-token prediction choose on their own. */
+static void mt_replay_routes(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r, int32_t *experts,
+                             float *probs) {
+    const mt_router *router = &m->experts->router;
+    mt_routes *routes = p->decode ? m->kept : m->routes;
+    int64_t k = router->topk, E = router->num_experts;
+    if (!routes || w->number >= routes->num_layers) return;
+    float *slice = mt_scratch_grow(E);
+    for (int64_t t = 0; t < p->rows; t++, experts += k, probs += k) {
+        int64_t row = p->decode ? p->batch->cache_rows[t] : p->batch->token_index[p->first_row + t];
+        if (row < 0 || experts[0] < 0) continue; // padding
+        float *kept = mt_routes_at(routes, row, w->number);
+        if (p->decode || !m->replays_routes) {
+            for (int64_t j = 0; j < k; j++) kept[j] = (float)experts[j];
+            continue;
+        }
+        if (kept[0] < 0 || isnan(probs[0])) continue;
+        if (p->training && !p->replay) {
+            routes->replayed += 1;
+            routes->differing += mt_experts_differ(experts, kept, k);
+        }
+        for (int64_t j = 0; j < k; j++) experts[j] = (int32_t)kept[j];
+        mt_route_weigh(probs, experts, r->logits + t * E, slice, router);
+        for (int64_t j = 0; j < k; j++) probs[j] *= router->scaling;
+    }
+}
+
 /* Logits, probabilities and chosen experts of x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = m->experts;
@@ -8995,6 +9294,7 @@ static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                                                .probs = r->probs + own, .experts = r->experts + own,
                                                .invalid = mt_invalid_count(e, p, w)},
                               p->stream);
+    mt_replay_routes(m, p, w, r, r->experts + own, r->probs + own);
     if (p->training && !p->replay)
         m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
     if (p->training && !p->replay && mt_has_aux_loss(m)) mt_aux_loss(m, p, w, r);
@@ -9022,7 +9322,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     m->ops->route_backward(&(mt_route_args){p->rows, &e->router, r->logits, .experts = r->experts + own,
                                             .dprobs = dprobs + own, .dlogits = e->dlogits},
                            p->stream);
-    mt_aux_loss_backward(m, p, w, r);
+    mt_aux_loss_backward(m, p, w, r, e->dlogits);
     mt_router_linear_backward(m, p, &w->router, x, e->dlogits, dx);
 }
 
@@ -9477,12 +9777,14 @@ static const void *mt_experts_enter_forward(mt_model *m, const mt_pass *p, const
     return m->experts->latent;
 }
 
-/* dx[R, C] = the gradient of x through the latent tokens plus router_dx; without latent experts dx has it already. */
-static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x, void *dx) {
-    mt_linear_io in = {.x = x, .dy = m->experts->latent, .dx = dx};
+/* dx[R, C] = the gradient of x through the latent tokens, from dtokens[R, L], plus router_dx[R, C]; without latent
+ * experts dx has it already. */
+static void mt_experts_enter_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const void *x,
+                                      const void *dtokens, const void *router_dx, void *dx) {
+    mt_linear_io in = {.x = x, .dy = dtokens, .dx = dx};
     if (!mt_has_latent_experts(m)) return;
     mt_linear_backward(mt_linears(p), &w->experts_in, &in, MT_BACKWARD_BOTH);
-    mt_add_to(m, p, dx, m->experts->router_dx);
+    mt_add_to(m, p, dx, router_dx);
 }
 
 /* out[R, C], which has the shared expert's output if there is one, from the sums of latent experts. */
@@ -9580,89 +9882,117 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     mt_route_backward(m, p, w, r, x, e->dprobs, router_dx);
     if (w->F > 0) mt_add_to(m, p, router_dx, dx);
     d->combine(m, p, r, dinput, dtokens, base);
-    mt_experts_enter_backward(m, p, w, x, dx);
+    mt_experts_enter_backward(m, p, w, x, dtokens, router_dx, dx);
     return (mt_deferred){0};
 }
 
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
  * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
- * the model has or not (--norm-placement). To add a kind: a section with its functions, and a row here. */
+ * the model has or not (--norm-placement). To add a kind: a section with its functions and its row, and its place in a
+ * table here. */
 
-/* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
-typedef struct mt_block_kind {
-    const char *name;
-    /* Adds the values that the forward saves for the backward. w NULL: of any layer of the model. */
-    void (*slots)(const mt_model *m, mt_slots *s, const mt_layer *w);
-    /* out NULL: only the values that the backward reads. */
-    void (*forward)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x, void *out);
-    /* Computes the values that --recompute-modules does not keep; NULL: none. */
-    void (*replay)(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x);
-    /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
-     * the block's input. */
-    mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
-    bool may_leave_weight; // see mt_block_gradients
-    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
-} mt_block_kind;
-
-/* §17 */
-static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-/* §18 */
-static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                             void *out);
-static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                     const mt_block_gradients *block);
-
-/* §19 */
-static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w);
-static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
-                              void *out);
-static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
-                                      const mt_block_gradients *block);
-
-/* Of a layer without such a block. */
+/* A layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     (void)m, (void)s, (void)w;
 }
 
-static const mt_block_kind mt_mixer_kinds[] = {
-    [MT_MIXER_ATTENTION] = {"attention", mt_attention_slots, mt_attention_forward, NULL, mt_attention_backward, true,
-                            offsetof(mt_layer, o)},
-    [MT_MIXER_LATENT_ATTENTION] = {"latent attention", mt_latent_slots, mt_latent_attention_forward,
-                                   mt_latent_attention_replay, mt_latent_attention_backward, false,
-                                   offsetof(mt_layer, o)},
-    [MT_MIXER_KDA] = {"Kimi delta attention", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
-                      offsetof(mt_layer, o)},
-    [MT_MIXER_GATED_DELTA_NET] = {"gated delta net", mt_delta_slots, mt_delta_forward, NULL, mt_delta_backward, false,
-                                  offsetof(mt_layer, o)},
-    [MT_MIXER_SHORT_CONV] = {"gated short convolution", mt_short_slots, mt_short_forward, NULL, mt_short_backward,
-                             false, offsetof(mt_layer, o)},
-    [MT_MIXER_MAMBA2] = {"Mamba-2", mt_mamba_slots, mt_mamba_forward, NULL, mt_mamba_backward, false,
-                         offsetof(mt_layer, o)},
-    [MT_MIXER_SPARSE_ATTENTION] = {"sparse attention", mt_sparse_slots, mt_sparse_forward, mt_latent_attention_replay,
-                                   mt_sparse_backward, false, offsetof(mt_layer, o)},
-    [MT_MIXER_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
+static double mt_no_multiplications(const mt_options *o, int64_t layer) {
+    (void)o, (void)layer;
+    return 0;
+}
+
+static const mt_block_kind mt_no_kind = {
+    .name = "none", .slots = mt_no_slots, .multiplications = mt_no_multiplications};
+
+/* Rows of §17, §18 and §19. */
+static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind;
+
+static const mt_block_kind *const mt_mixer_kinds[] = {
+    [MT_MIXER_ATTENTION] = &mt_attention_kind,
+    [MT_MIXER_LATENT_ATTENTION] = &mt_latent_kind,
+    [MT_MIXER_GATED_DELTA_NET] = &mt_delta_kind,
+    [MT_MIXER_SHORT_CONV] = &mt_short_kind,
+    [MT_MIXER_MAMBA2] = &mt_mamba_kind,
+    [MT_MIXER_KDA] = &mt_kda_kind,
+    [MT_MIXER_SPARSE_ATTENTION] = &mt_sparse_kind,
+    [MT_MIXER_NONE] = &mt_no_kind,
+};
+enum { MT_NUM_MIXERS = sizeof mt_mixer_kinds / sizeof *mt_mixer_kinds };
+
+static const mt_block_kind mt_mlp_kind = {.name = "MLP",
+                                          .slots = mt_mlp_slots,
+                                          .forward = mt_mlp_forward,
+                                          .replay = mt_mlp_replay,
+                                          .backward = mt_mlp_backward,
+                                          .last = offsetof(mt_layer, down)};
+
+static const mt_block_kind mt_experts_kind = {.name = "experts",
+                                              .slots = mt_experts_slots,
+                                              .forward = mt_experts_forward,
+                                              .replay = mt_experts_replay,
+                                              .backward = mt_experts_backward,
+                                              .last = offsetof(mt_layer, down)};
+
+static const mt_block_kind *const mt_feed_forward_kinds[] = {
+    [MT_FEED_FORWARD_DENSE] = &mt_mlp_kind,
+    [MT_FEED_FORWARD_EXPERTS] = &mt_experts_kind,
+    [MT_FEED_FORWARD_NONE] = &mt_no_kind,
 };
 
-static const mt_block_kind mt_feed_forward_kinds[] = {
-    [MT_FEED_FORWARD_DENSE] = {"MLP", mt_mlp_slots, mt_mlp_forward, mt_mlp_replay, mt_mlp_backward, false,
-                               offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_EXPERTS] = {"experts", mt_experts_slots, mt_experts_forward, mt_experts_replay,
-                                 mt_experts_backward, false, offsetof(mt_layer, down)},
-    [MT_FEED_FORWARD_NONE] = {"none", mt_no_slots, NULL, NULL, NULL, false, 0},
-};
+bool mt_mixer_attends(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->attends;
+}
+
+double mt_mixer_multiplications(const mt_options *o, int64_t layer) {
+    return mt_mixer_kinds[mt_layer_kind_of(o, layer).mixer]->multiplications(o, layer);
+}
+
+int mt_mixers_check(const mt_options *o, mt_error *error) {
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        const mt_block_kind *kind = mt_mixer_kinds[mixer];
+        if (!kind->check || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
+        if (kind->check(o, error) != 0) return -1;
+    }
+    return 0;
+}
+
+/* The same with the limits of a backend. */
+static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        const mt_block_kind *kind = mt_mixer_kinds[mixer];
+        if (!kind->check_limits || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
+        if (kind->check_limits(o, l, error) != 0) return -1;
+    }
+    return 0;
+}
+
+/* True if a layer, or a module of multi-token prediction, has this mixer. */
+static bool mt_any_has_mixer(const mt_options *o, int mixer) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    for (int64_t layer = 0; layer < layers; layer++)
+        if ((int)mt_layer_kind_of(o, layer).mixer == mixer) return true;
+    return false;
+}
+
+/* The widths of a mixer, 0 if it has none; and the largest of the model's mixers. */
+static mt_mixer_widths mt_widths_of(const mt_model *m, int mixer) {
+    const mt_block_kind *kind = mt_mixer_kinds[mixer];
+    return kind->widths ? kind->widths(m) : (mt_mixer_widths){0};
+}
+static mt_mixer_widths mt_largest_widths(const mt_model *m) {
+    mt_mixer_widths most = {0};
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        if (!mt_any_has_mixer(m->options, mixer)) continue;
+        mt_mixer_widths z = mt_widths_of(m, mixer);
+        most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
+        most.conv = mt_max(most.conv, z.conv), most.core = mt_max(most.core, z.core);
+        most.conv_state = mt_max(most.conv_state, z.conv_state);
+        most.rule_state = mt_max(most.rule_state, z.rule_state), most.rule_map = mt_max(most.rule_map, z.rule_map);
+        most.workspace_bytes = mt_max(most.workspace_bytes, z.workspace_bytes);
+    }
+    return most;
+}
 
 /* A block of a layer: its kind, its parameters of norms, and the places of its values. */
 typedef struct mt_block {
@@ -9676,17 +10006,8 @@ typedef struct mt_block {
     int drop;                      // MT_DROP_*
 } mt_block;
 
-/* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
-static size_t mt_mixer_x(const mt_model *m) {
-    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
-}
-static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
-    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
-    return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
-}
-
 static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    return (mt_block){.kind = &mt_mixer_kinds[w->kind.mixer],
+    return (mt_block){.kind = mt_mixer_kinds[w->kind.mixer],
                       .before = mt_norms_before(m->options) ? &w->input_norm : NULL,
                       .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
                       .input = a->input,
@@ -9698,7 +10019,7 @@ static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_ac
 }
 
 static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    return (mt_block){.kind = &mt_feed_forward_kinds[w->kind.feed_forward],
+    return (mt_block){.kind = mt_feed_forward_kinds[w->kind.feed_forward],
                       .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
                       .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
                       .input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle,
@@ -9731,29 +10052,6 @@ static const void *mt_block_x(const mt_block *b) {
 
 /* ---- slots */
 
-/* Slots of x^T of the linears in fp8. */
-static void mt_transposed_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    bool has_q_latent = m->options->q_lora_rank > 0; // else latent and q_b read the same x
-    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ, mlp_again = m->recompute_modules & MT_MODULE_MLP;
-    bool normed = mt_norms_before(m->options); // else the residual stream, which others read too
-    size_t x = mt_mixer_x(m), to = offsetof(mt_activations, x_transposed), step = sizeof(void *);
-    mt_slot_add_transposed(m, s, x, &w->qkv, to, !normed);
-    mt_slot_add_transposed(m, s, x, &w->gate, to + step, !normed);
-    mt_slot_add_transposed(m, s, x, &w->delta_in, to, !normed || w->kind.mixer == MT_MIXER_KDA); // f_a, g_a read x
-    mt_slot_add_transposed(m, s, x, &w->short_in, to, !normed);
-    mt_slot_add_transposed(m, s, x, &w->mamba_in, to, !normed);
-    bool has_indexer = mt_has_indexer_loss(m) && w->indexer_q.N > 0; // reads x and the latent of queries
-    mt_slot_add_transposed(m, s, x, &w->latent, to, !normed || !has_q_latent || has_indexer);
-    if (has_q_latent) x = offsetof(mt_activations, q_latent);
-    mt_slot_add_transposed(m, s, x, &w->q_b, to + step, !has_q_latent || up_again || has_indexer);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, to + 2 * step, up_again);
-    size_t attended = w->kind.mixer == MT_MIXER_ATTENTION ? mt_attention_out_x(m) : offsetof(mt_activations, attended);
-    mt_slot_add_transposed(m, s, attended, &w->o, to + 3 * step, true);
-    mt_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, to + 4 * step,
-                           !normed || w->expert_bucket >= 0 || mlp_again);
-    mt_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, to + 5 * step, false);
-}
-
 /* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. Without a norm
  * after the mixer, a split backward keeps dy of the mixer's last linear here: the norm before has read the input by
  * then. */
@@ -9769,8 +10067,8 @@ static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, si
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_layer_kind layer = w ? w->kind : mt_layer_kind_of(m->options, 0);
-    const mt_block_kind *mixer = &mt_mixer_kinds[layer.mixer];
-    const mt_block_kind *feed_forward = &mt_feed_forward_kinds[layer.feed_forward];
+    const mt_block_kind *mixer = mt_mixer_kinds[layer.mixer];
+    const mt_block_kind *feed_forward = mt_feed_forward_kinds[layer.feed_forward];
     bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
     bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
     bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
@@ -9794,14 +10092,13 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     feed_forward->slots(m, s, w);
     for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
         mt_layer_kind other = mt_layer_kind_of(m->options, i);
-        mt_mixer_kinds[other.mixer].slots(m, s, w);
-        mt_feed_forward_kinds[other.feed_forward].slots(m, s, w);
+        mt_mixer_kinds[other.mixer]->slots(m, s, w);
+        mt_feed_forward_kinds[other.feed_forward]->slots(m, s, w);
     }
     if (after && has_mlp) {
         MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
         mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
     }
-    if (m->fp8 && w) mt_transposed_slots(m, s, w);
     mt_slots_place(m, s, w);
 }
 
@@ -9872,7 +10169,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              mt_layer_result result, mt_next_norm next) {
     mt_block blocks[2];
     int count = mt_layer_blocks(m, w, a, blocks);
-    mt_next_norm between = {.w = blocks[count - 1].before, .n = &a->mlp_norm};
+    mt_next_norm between = {.w = blocks[count - 1].before, .n = &blocks[count - 1].normed};
     if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
     mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
     mt_offload_store(m, p, w, a);
@@ -9883,7 +10180,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer].may_leave_weight && !mt_norms_after(m->options) &&
+    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
     bool at_once =
         below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
@@ -10058,11 +10355,12 @@ struct mt_context {
     int32_t *identity;     // 0, 1, 2, ...: see mt_context_copied_rows
     int32_t *token_of_row; // all_gather: [N] of received rows
     int64_t *index;        // token_index: [ring ranks, M]; with all_gather [N] in order of position
+    int64_t *lengths;      // all_gather: [spans] tokens of a span's whole sequence
     mt_span *spans;        // the lists on the device, one after another
     mt_spans *lists;       // [ring ranks] spans of this rank's queries and a rank's keys; all_gather: one, of all keys
     int64_t *cuts;         // [2 ring ranks + 1]: see mt_context_cut
     int32_t *host_token_of_row; // [N]
-    int64_t *host_index;
+    int64_t *host_index, *host_lengths;
     mt_span *host_spans;
     /* a2a: one operand [T, widest] by head; operands with all rows of the group and a share of the heads */
     void *by_head, *q, *k, *v, *out, *dout, *dq, *dk, *dv;
@@ -10123,7 +10421,10 @@ static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
 static void mt_context_plan_memory(mt_context *c, mt_arena *arena) {
     c->M = c->plan.max_tokens * c->plan.a2a->size, c->N = c->M * c->plan.ring->size;
     c->identity = mt_arena_alloc(arena, mt_context_copied_rows(&c->plan) * 4);
-    if (c->plan.comm_type == MT_CP_ALL_GATHER) c->token_of_row = mt_arena_alloc(arena, c->N * 4);
+    if (c->plan.comm_type == MT_CP_ALL_GATHER) {
+        c->token_of_row = mt_arena_alloc(arena, c->N * 4);
+        c->lengths = mt_arena_alloc(arena, c->M * 8);
+    }
     c->index = mt_arena_alloc(arena, c->N * 8);
     c->spans = mt_arena_alloc(arena, mt_context_num_lists(&c->plan) * c->M * (int64_t)sizeof(mt_span));
     if (c->plan.recurs) c->pieces.device = mt_arena_alloc(arena, c->plan.max_tokens * (int64_t)sizeof(mt_span));
@@ -10176,7 +10477,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
     mt_context_plan_memory(c, &arena);
     c->host_token_of_row = mt_malloc(c->N * 4), c->host_index = mt_malloc(c->N * 8);
     c->host_spans = mt_malloc(mt_context_num_lists(plan) * c->M * (int64_t)sizeof(mt_span));
-    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans));
+    c->lists = mt_calloc(mt_context_num_lists(plan) * (int64_t)sizeof(mt_spans)), c->host_lengths = mt_malloc(c->M * 8);
     c->cuts = mt_malloc((2 * plan->ring->size + 1) * 8);
     for (int64_t i = 0; i < c->M; i++) c->host_token_of_row[i] = (int32_t)i;
     ops->memory_copy(c->identity, c->host_token_of_row, mt_context_copied_rows(plan) * 4, stream);
@@ -10197,6 +10498,7 @@ void mt_context_destroy(mt_context *c) {
     free(c->host_index);
     free(c->host_spans);
     free(c->lists);
+    free(c->host_lengths);
     free(c->cuts);
     free(c);
 }
@@ -10235,9 +10537,10 @@ int64_t mt_ring_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts
     return count;
 }
 
-/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. */
-static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, const int64_t *cuts, int64_t ranks,
-                                       int64_t rank) {
+/* all_gather: the queries of a sequence in one of the rank's chunks attend to all keys up to the last of them. lengths:
+ * of the whole sequences. */
+static int64_t mt_context_gather_spans(mt_span *spans, int64_t *lengths, const mt_batch *whole, const int64_t *cuts,
+                                       int64_t ranks, int64_t rank) {
     const int64_t *chunks[2] = {&cuts[rank], &cuts[2 * ranks - 1 - rank]};
     int64_t count = 0, row = 0;
     for (int half = 0; half < 2; half++)
@@ -10245,6 +10548,7 @@ static int64_t mt_context_gather_spans(mt_span *spans, const mt_batch *whole, co
             int64_t begin = whole->spans[s].q_start, end = mt_min(begin + whole->spans[s].q_len, chunks[half][1]);
             int64_t queries = end - mt_max(begin, chunks[half][0]);
             if (queries <= 0) continue;
+            lengths[count] = whole->spans[s].q_len;
             spans[count++] = (mt_span){row, queries, begin, end - begin, true};
             row += queries;
         }
@@ -10258,11 +10562,12 @@ static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_strea
     for (int64_t list = 0; list < mt_context_num_lists(&c->plan); list++) {
         mt_span *host = c->host_spans + count;
         c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
-        c->lists[list].count = gather ? mt_context_gather_spans(host, whole, c->cuts, P, rank)
+        c->lists[list].count = gather ? mt_context_gather_spans(host, c->host_lengths, whole, c->cuts, P, rank)
                                       : mt_ring_spans(host, whole, c->cuts, P, rank, list);
         count += c->lists[list].count;
     }
     c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
+    if (gather) c->ops->memory_copy(c->lengths, c->host_lengths, count * 8, stream);
 }
 
 void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whole, int32_t *sequence) {
@@ -10474,14 +10779,22 @@ static void mt_context_gather_forward(mt_context *c, const mt_attention *call, m
     c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. */
-static void mt_context_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+/* Every rank has a partial gradient of all keys and values; a reduce-scatter sums them for their owners. sparse: its
+ * selected keys; NULL: all. */
+static void mt_context_gather_backward(mt_context *c, const mt_attention *call, const mt_sparse_attention *sparse,
+                                       mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
     mt_attention whole = mt_context_gather_kv(c, call, stream);
     int64_t kv = whole.k_stride, all = c->N * kv;
     whole.dk = c->dkv_ordered, whole.dv = mt_at(c->dkv_ordered, call->num_groups * call->head_size, c->plan.dtype);
     c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // no span covers the last keys
-    c->ops->attention_backward(&whole, dtype, stream);
+    if (sparse) {
+        mt_sparse_attention of_whole = *sparse;
+        of_whole.attention = whole;
+        c->ops->sparse_attention_backward(&of_whole, dtype, stream);
+    } else {
+        c->ops->attention_backward(&whole, dtype, stream);
+    }
     c->ops->gather_rows(&(mt_row_args){c->N, kv, c->token_of_row, .from = c->dkv_ordered, .to = c->gathered}, dtype,
                         stream);
     if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
@@ -10603,7 +10916,10 @@ static void mt_context_attention(mt_context *c, const mt_attention *call, bool b
     }
     own.spans = c->lists[gathers ? 0 : c->plan.ring->rank];
     if (backward) {
-        (gathers ? mt_context_gather_backward : mt_ring_backward)(c, call, stream);
+        if (gathers)
+            mt_context_gather_backward(c, call, NULL, stream);
+        else
+            mt_ring_backward(c, call, stream);
         mt_attend_sink_backward(c->ops, &own, c->plan.dtype, stream);
     } else {
         (gathers ? mt_context_gather_forward : mt_ring_forward)(c, call, stream);
@@ -10633,6 +10949,42 @@ void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stre
     mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
+/* ---- sparse attention, with all_gather: a query may select any key of its sequence */
+
+/* The call with the keys and values of all ranks. */
+static mt_sparse_attention mt_context_sparse(mt_context *c, const mt_sparse_attention *a, mt_stream *stream) {
+    mt_sparse_attention whole = *a;
+    MT_CHECK(c->plan.comm_type == MT_CP_ALL_GATHER && c->plan.a2a->size == 1);
+    if (c->plan.ring->size > 1) whole.attention = mt_context_gather_kv(c, &a->attention, stream);
+    whole.attention.k_index = c->index, whole.attention.spans = c->lists[0];
+    return whole;
+}
+
+static void mt_context_sparse_backward(mt_context *c, const mt_sparse_attention *a, mt_stream *stream) {
+    mt_sparse_attention whole = *a;
+    if (c->plan.ring->size > 1) {
+        mt_context_gather_backward(c, &a->attention, a, stream);
+        return;
+    }
+    whole.attention.k_index = c->index, whole.attention.spans = c->lists[0];
+    c->ops->sparse_attention_backward(&whole, c->plan.dtype, stream);
+}
+
+/* ordered[N, width] = own[M, width] of every rank, in order of position. by_rank: scratch of as many elements. */
+static void mt_context_gather_rows(const mt_context *c, void *ordered, void *by_rank, const void *own, int64_t width,
+                                   mt_stream *stream) {
+    c->ops->all_gather(by_rank, own, c->M * width, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(&(mt_row_args){c->N, width, c->token_of_row, .from = by_rank, .to = ordered}, c->plan.dtype,
+                         stream);
+}
+
+/* own[M, width] = the sum over ranks of the rows of ordered[N, width] that this rank owns. by_rank: scratch. */
+static void mt_context_sum_rows(const mt_context *c, float *own, float *by_rank, const float *ordered, int64_t width,
+                                mt_stream *stream) {
+    c->ops->gather_rows(&(mt_row_args){c->N, width, c->token_of_row, .from = ordered, .to = by_rank}, MT_F32, stream);
+    c->ops->reduce_scatter(own, by_rank, c->M * width, MT_F32, c->plan.ring, stream);
+}
+
 /* ==== §10 a pipeline stage ======================================================================================== */
 /* The layers of a stage, with embedding and head if it has them, on one micro-batch. Invariants: in a step only graphs
  * and expert rows allocate memory; a message is sent as soon as it is computed. */
@@ -10660,10 +11012,11 @@ typedef struct mt_micro_batch {
     mt_batch_block batch; // on the device
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
-    mt_context *context;        // its attention with context parallelism, or NULL
-    mt_batch whole;             // context parallelism: spans and token indices of the whole micro-batch
-    mt_teacher_logits *teacher; // of its batch
-    mt_activations *layers;     // of the chunk's layers, or one set that all share in generation; then of the modules
+    mt_context *context;                     // its attention with context parallelism, or NULL
+    mt_batch whole;                          // context parallelism: spans and token indices of the whole micro-batch
+    mt_teacher_logits *teacher;              // of its batch
+    double divergence_factor, hidden_factor; // of its distillation: see mt_loss_sums
+    mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
 } mt_micro_batch;
 
@@ -10783,8 +11136,10 @@ static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
                                                   {"clip fraction", MT_VALUE_CLIPFRAC, MT_VALUE_TOKENS},
                                                   {NULL, 0, 0}};
-static const mt_loss_metric mt_distillation_metrics[] = {
-    {"cross-entropy", MT_DISTILLATION_CROSS_ENTROPY, -1}, {"divergence", MT_DISTILLATION_DIVERGENCE, -1}, {NULL, 0, 0}};
+static const mt_loss_metric mt_distillation_metrics[] = {{"cross-entropy", MT_DISTILLATION_CROSS_ENTROPY, -1},
+                                                         {"divergence", MT_DISTILLATION_DIVERGENCE, -1},
+                                                         {"hidden-state loss", MT_DISTILLATION_HIDDEN, -1},
+                                                         {NULL, 0, 0}};
 
 /* A loss on the host, whose function has the loss's name and _loss. */
 #define MT_HOST_LOSS(name, ...)                                                                                        \
@@ -10802,7 +11157,7 @@ MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
                                                    const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
-    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats;
+    a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats, a.parts = m->loss_parts;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
     a.loss_scale = m->loss_scale;
     if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
@@ -10816,6 +11171,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
     mt_loss_args a = {&cross_entropy, weights, p->replay ? m->numbers->replayed : sums, out->dlogp, out->dentropy};
     cross_entropy.logp = logp;
     if (entropy) cross_entropy.entropy = entropy;
+    cross_entropy.squares = m->scores_squares && !p->training;
     mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
     if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
 }
@@ -10831,7 +11187,15 @@ static void mt_head_values(mt_model *m, const mt_pass *p, const mt_output *out) 
  * tokens' numbers, and all compute the same. */
 
 /* Whole sequences of a micro-batch: the numbers of mt_loss_tokens, each [tokens]. */
-enum { MT_HOST_LOGP, MT_HOST_ENTROPY, MT_HOST_DLOGP, MT_HOST_DENTROPY, MT_HOST_DIVERGENCE, MT_NUM_HOST_NUMBERS };
+enum {
+    MT_HOST_LOGP,
+    MT_HOST_ENTROPY,
+    MT_HOST_DLOGP,
+    MT_HOST_DENTROPY,
+    MT_HOST_DIVERGENCE,
+    MT_HOST_HIDDEN,
+    MT_NUM_HOST_NUMBERS
+};
 
 /* Sums of the step so far. */
 typedef struct mt_host_sums {
@@ -10853,6 +11217,8 @@ typedef struct mt_host_loss {
     void *values, *device_values;  // [capacity] logits or gradients
     float *floats;                 // [capacity] the same
     double *doubles;               // [3, capacity] operands of mt_divergence
+    void *taps, *device_tap; // [num_taps, max_rows, C] outputs of layers, or one's gradient, pinned; [max_rows, C]
+    float *tap_floats;       // [max_rows, C]
 } mt_host_loss;
 
 /* whole[n] = `local` of every rank that shares the micro-batch. */
@@ -10890,7 +11256,8 @@ static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_lo
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
         not_finite[MT_OPERAND_OWN] += !isfinite(own[i]);
-        not_finite[MT_OPERAND_TEACHER] += isfinite(own[i]) && t->divergence && !isfinite(t->divergence[i]);
+        bool taught = (!t->divergence || isfinite(t->divergence[i])) && (!t->hidden || isfinite(t->hidden[i]));
+        not_finite[MT_OPERAND_TEACHER] += isfinite(own[i]) && !taught;
     }
 }
 
@@ -10913,10 +11280,12 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
     tokens.mask = p->whole->loss_mask;
     if (m->plan.loss->distillation) tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
+    if (m->plan.num_taps > 0) tokens.hidden = h->numbers[MT_HOST_HIDDEN];
     *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
     *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
     if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
     m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
+    p->mb->divergence_factor = sums.divergence_factor, p->mb->hidden_factor = sums.hidden_factor;
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
@@ -10981,7 +11350,7 @@ static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *o
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[k], taught[k] = (double)other[k];
             divergence = mt_divergence(&c->divergence, student, taught, K, dstudent);
             h->staged[MT_HOST_DIVERGENCE][piece.tokens[r]] = (float)divergence;
-            for (int64_t k = 0; k < K; k++) other[k] = (float)(c->weight * dstudent[k]);
+            for (int64_t k = 0; k < K; k++) other[k] = (float)dstudent[k];
         }
     }
     mt_whole_gather(p, h->numbers[MT_HOST_DIVERGENCE], h->staged[MT_HOST_DIVERGENCE]);
@@ -10991,16 +11360,88 @@ static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *o
 static void mt_distill_backward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_host_loss *h = m->host_loss;
     mt_distilled piece = {0};
+    float factor = m->loss_scale * (float)p->mb->divergence_factor;
     while (mt_distill_next(m, p, out, &piece)) {
         int64_t n = 0; // those on this rank
         for (int64_t i = 0; i < piece.n; i++)
-            if (h->index[i] >= 0)
-                h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + m->loss_scale * piece.teacher[i];
+            if (h->index[i] >= 0) h->index[n] = h->index[i], piece.own[n++] = piece.own[i] + factor * piece.teacher[i];
         mt_row_close(h->values, 0, piece.own, n, m->dtype);
         m->ops->memory_copy(h->device_index, h->index, n * 4, p->stream);
         m->ops->memory_copy(h->device_values, h->values, n * mt_dtype_size(m->dtype), p->stream);
         m->ops->scatter_rows(&(mt_row_args){n, 1, h->device_index, .from = h->device_values, .to = piece.logits},
                              m->dtype, p->stream);
+        m->ops->stream_synchronize(p->stream);
+    }
+}
+
+/* ---- hidden states of distillation: outputs of layers (taps) go to the host as they are computed, and derivatives of
+ * their loss are added to the gradients of these outputs. A rank has its rows of the micro-batch. */
+
+static bool mt_has_tap(const mt_model *m, int64_t layer) {
+    for (int64_t k = 0; k < m->plan.num_taps; k++)
+        if (m->plan.taps[k] == layer) return true;
+    return false;
+}
+
+static void *mt_tap(const mt_model *m, int64_t k) {
+    return mt_at(m->host_loss->taps, k * m->max_rows * m->C, m->dtype);
+}
+
+/* Copies x[R, C], the output of `layer` (from 0, or MT_TAP_FINAL_NORM), for the loss that follows. */
+static void mt_tap_forward(const mt_model *m, const mt_pass *p, int64_t layer, const void *x) {
+    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++)
+        if (m->plan.taps[k] == layer)
+            m->ops->memory_copy(mt_tap(m, k), x, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+}
+
+/* Tap k as floats [R, C], once the device has copied it. */
+static const float *mt_tap_read(const mt_model *m, const mt_pass *p, int64_t k) {
+    return mt_row_load(m->host_loss->tap_floats, mt_tap(m, k), 0, p->rows * m->C, m->dtype);
+}
+
+/* The hidden-state loss of every token, the mean of the pairs; its derivatives replace the teacher's hidden states. */
+static void mt_hidden_forward(mt_model *m, const mt_pass *p) {
+    const mt_distillation_config *c = m->plan.loss->distillation;
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    float *losses = m->host_loss->staged[MT_HOST_HIDDEN];
+    int64_t P = c->num_pairs, C = m->C;
+    if (P == 0) return;
+    MT_CHECK(teacher && teacher->num_hidden == P && teacher->width == C && m->plan.num_taps == P && !p->replay);
+    memset(losses, 0, (size_t)p->T * 4);
+    m->ops->stream_synchronize(p->stream);
+    for (int64_t k = 0; k < P; k++) {
+        const float *own = mt_tap_read(m, p, k);
+#pragma omp parallel for
+        for (int64_t i = 0; i < teacher->count; i++) {
+            int64_t row = teacher->tokens[i] - p->first_row;
+            if (row < 0 || row >= p->rows) continue;
+            float *other = teacher->hidden + (i * P + k) * C;
+            losses[teacher->tokens[i]] +=
+                (float)(mt_hidden_loss(c->pairs[k].type, own + row * C, other, C, other) / (double)P);
+        }
+    }
+    if (p->rows < p->T) mt_all_reduce_sum(&m->grid->tensor, losses, p->T, MT_F32);
+    mt_whole_gather(p, m->host_loss->numbers[MT_HOST_HIDDEN], losses);
+}
+
+/* Adds the derivatives to dx[R, C], the gradient of the output of `layer`. */
+static void mt_hidden_backward(mt_model *m, const mt_pass *p, int64_t layer, void *dx) {
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    mt_host_loss *h = m->host_loss;
+    int64_t P = m->plan.num_taps, C = m->C, n = p->rows * C;
+    for (int64_t k = 0; k < P; k++) {
+        if (m->plan.taps[k] != layer) continue;
+        float factor = m->loss_scale * (float)(p->mb->hidden_factor / (double)P);
+        float *gradient = mt_row_open(h->tap_floats, mt_tap(m, k), 0, m->dtype);
+        memset(gradient, 0, (size_t)n * 4);
+        for (int64_t i = 0; i < teacher->count; i++) {
+            int64_t row = teacher->tokens[i] - p->first_row;
+            const float *derivative = teacher->hidden + (i * P + k) * C;
+            for (int64_t j = 0; j < C && row >= 0 && row < p->rows; j++) gradient[row * C + j] = factor * derivative[j];
+        }
+        mt_row_close(mt_tap(m, k), 0, gradient, n, m->dtype);
+        m->ops->memory_copy(h->device_tap, mt_tap(m, k), n * mt_dtype_size(m->dtype), p->stream);
+        mt_add_to(m, p, dx, h->device_tap);
         m->ops->stream_synchronize(p->stream);
     }
 }
@@ -11087,7 +11528,9 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
-        mt_layer_forward(m, p, w, a, is_last ? result : mt_input_of(m, p, i + 1), next);
+        mt_layer_result to = is_last ? result : mt_input_of(m, p, i + 1);
+        mt_layer_forward(m, p, w, a, to, next);
+        mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
         m->recomputed = w->recomputed || m->recompute_modules ? a : m->recomputed;
@@ -11128,9 +11571,8 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * of the main model for the first module, that of module k - 1 for the others. Modules share the model's embedding and
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
- * and all add to the same gradients. Invariants: the host
- * rolls tokens and labels within each whole sequence, so results do not depend on the layout; generation and evaluation
- * use no modules. */
+ * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
+ * results do not depend on the layout; generation and evaluation use no modules. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
@@ -11541,6 +11983,7 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
     const mt_output *out = &p->mb->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
     mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
+    mt_tap_forward(m, p, MT_TAP_FINAL_NORM, out->norm.y);
     mt_head_forward(m, p, out);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -11559,7 +12002,7 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
     p->mb->teacher = p->whole->teacher;
-    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out);
+    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out), mt_hidden_forward(m, p);
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -11577,6 +12020,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
     mt_head_backward(m, p, out, p->batch->labels, dnormed);
+    mt_hidden_backward(m, p, MT_TAP_FINAL_NORM, dnormed);
     if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
     mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
@@ -11620,8 +12064,9 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
         mt_offload_fetch(m, p, i);
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, p, w->number, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]);
+        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
         mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
         gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
@@ -11825,9 +12270,9 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* Data parallelism: every rank of the data group computes its own micro-batches, then all ranks make the same update.
  * Per bucket: one all-reduce of the gradients; or a reduce-scatter of the gradients, an update of one shard per rank,
  * and an all-gather of the parameters. The second moves the same number of bytes, and each rank stores only a shard of
- * AdamW's state (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters between uses.
- * Invariants: ranks make the same calls in the same order; streams order all transfers, and the host never waits;
- * padding has zero gradients. */
+ * the optimizer's states (Rajbhandari et al., "ZeRO"). The higher strategies also shard gradients and parameters
+ * between uses. Invariants: ranks make the same calls in the same order; streams order all transfers, and the host
+ * never waits; padding has zero gradients. */
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
  * prefetched bucket), one for the larger matrices of the vocabulary. */
@@ -12577,10 +13022,10 @@ static void mt_plan_buckets(mt_model *m) {
         int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
         mt_mixer_kind mixer = m->layers[layer].kind.mixer;
         if (!mt_mixer_attends(mixer)) {
-            mt_state_sizes z = mt_state_sizes_of(m);
-            int64_t states = mixer == MT_MIXER_NONE ? 0 : 2 * mt_cache_slots(&m->plan); // running, then kept
-            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv * 4);
+            mt_mixer_widths z = mt_widths_of(m, mixer);
+            int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
+            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
+            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -13328,7 +13773,7 @@ typedef struct mt_trainer {
     mt_bad_steps bad_steps;
     int64_t num_steps;  // enqueued steps; step i uses entry i % 2
     const char *fault;  // of mt_train_name_fault, for the steps that follow
-    int64_t updates;    // by AdamW, up to the last step that was checked
+    int64_t updates;    // by the optimizer, up to the last step that was checked
     int64_t reported;   // the number of updates that the caller's mt_run_state has from here; -1: it may have another
     bool is_warm[2][2]; // [adapters off][trains]: its kernels are loaded, those of gradients that accumulate too
     mt_pending_step pending[2];
@@ -14356,15 +14801,20 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
 }
 
+/* Channels of the widest rows that regions exchange: hidden states or latents. */
+static int64_t mt_widest_row(const mt_model *m) {
+    return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+}
+
 /* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
-        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        mt_plan_exchange(&m->tp, widest, arena), m->tp.partial = mt_arena_alloc(arena, T * widest * size);
+        mt_plan_exchange(&m->tp, mt_widest_row(m), arena);
+        m->tp.partial = mt_arena_alloc(arena, T * mt_widest_row(m) * size);
     }
     if (ranks > 1 && m->has_loss) {
-        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
+        m->loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
@@ -14382,41 +14832,14 @@ static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *are
     return carry;
 }
 
-/* Scratch of sparse attention, and the sums of its loss. */
-static void mt_plan_indexer(mt_model *m, mt_arena *arena) {
-    const mt_options *o = m->options;
-    mt_layer_scratch *s = &m->scratch;
-    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
-    if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
-    if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
-    if (!mt_has_indexer_loss(m)) return;
-    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(T, m->plan.max_position);
-    s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
-    s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
-    s->dindexer_keys = mt_arena_alloc(arena, T * D * 4);
-    if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
-    s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
-    s->dindexer_k = mt_arena_alloc(arena, R * D * size);
-    s->dindexer_k_in = mt_arena_alloc(arena, R * D * size);
-    s->dindexer_weights = mt_arena_alloc(arena, R * H * size);
-}
-
 /* Scratch of the layers. If logits share memory with it (mt_logits_overlap), they take the buffers that hold no value
  * between the last layer's forward and its backward: only the output layer runs then, and it writes only dresidual and
  * dnormed. */
 static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
-    bool latent = o->multi_latent_attention;
-    if (latent || o->attention_output_gate) out_width = mt_max(out_width, m->C); // a second gradient of the input
-    mt_delta_sizes delta = mt_delta_sizes_of(m);
-    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
-    int64_t short_width = mt_short_channels(m), linear_out = mt_max(delta.Hv * delta.Dv, mamba.inner);
-    int64_t in_width = mt_max(mt_qkv_width(m, NULL), mt_max(mt_max(delta.in, mamba.in), 3 * short_width));
-    out_width = mt_max(out_width, mt_max(linear_out, short_width));
+    mt_mixer_widths z = mt_largest_widths(m);
     if (m->plan.train) {
         s->dresidual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
@@ -14426,39 +14849,20 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), in_width) * size);
-        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
-        if (mt_norms_heads(o)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
-        if (o->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+        s->dqkv = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), z.in) * size);
+        s->dattended = mt_arena_alloc(arena, T * mt_max(m->F, z.out) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
-        if (o->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
-        s->dconv = mt_arena_alloc(arena, T * (delta.conv + mamba.conv + short_width) * size);
-        s->ddelta = mt_arena_alloc(arena, T * linear_out * size);
-        if (delta.by_channel) {
-            s->ddecays = mt_arena_alloc(arena, T * delta.Hv * delta.Dk * size);
-            s->dgates = mt_arena_alloc(arena, T * delta.Hv * delta.Dv * size);
-            s->dlow = mt_arena_alloc(arena, R * delta.Dv * size);
-        }
-        s->dshort_x = mt_arena_alloc(arena, T * short_width * size);
+        s->dconv = mt_arena_alloc(arena, T * z.conv * size);
+        s->ddelta = mt_arena_alloc(arena, T * z.core * size);
     }
-    int64_t conv_width = mt_max(mt_max(delta.conv, mamba.conv), short_width); // a model has states of one kind
-    if (m->num_contexts > 0 && conv_width > 0)
-        s->conv_carry = mt_carry_plan(m, (o->linear_conv_kernel_dim - 1) * conv_width, arena);
-    if (m->num_contexts > 0 && delta.conv + mamba.conv > 0) {
-        int64_t map = delta.Hv * delta.Dk * (delta.Dv + delta.Dk) + mamba.H * (mamba.N * mamba.P + 1);
-        s->rule_carry = mt_carry_plan(m, delta.Hv * delta.Dk * delta.Dv + mamba.H * mamba.N * mamba.P, arena);
-        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * map * 4);
-        if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * s->rule_carry.elements * 4);
+    if (m->num_contexts > 0 && z.conv > 0) s->conv_carry = mt_carry_plan(m, z.conv_state, arena);
+    if (m->num_contexts > 0 && z.rule_state > 0) {
+        s->rule_carry = mt_carry_plan(m, z.rule_state, arena);
+        s->rule_maps = mt_arena_alloc(arena, MT_PIECES * z.rule_map * 4);
+        if (m->plan.train) s->drule_maps = mt_arena_alloc(arena, MT_PIECES * z.rule_state * 4);
     }
-    if (latent) {
-        s->kv_b_out = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
-        s->k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
-    }
-    if (latent && m->plan.train) {
-        s->dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
-        s->dlatent_norm = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
-    }
-    if (mt_has_mixer(o, MT_MIXER_SPARSE_ATTENTION)) mt_plan_indexer(m, arena);
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++)
+        if (mt_mixer_kinds[mixer]->scratch && mt_any_has_mixer(o, mixer)) mt_mixer_kinds[mixer]->scratch(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -14469,22 +14873,10 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
 /* Buffers that all micro-batches share. */
 static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
-    mt_delta_sizes delta = mt_delta_sizes_of(m);
-    mt_mamba_sizes mamba = mt_mamba_sizes_of(m);
-    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
+    m->workspace_bytes = m->ops->workspace_bytes(T, mt_widest_row(m), m->H, mt_max(m->D, m->Dv));
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
-    if (delta.Hv > 0) {
-        const mt_delta_args sizes = {
-            .Hk = delta.Hk, .Hv = delta.Hv, .Dk = delta.Dk, .Dv = delta.Dv, .decays = delta.by_channel ? delta.Dk : 1};
-        int64_t bytes = m->ops->delta_workspace_bytes(T, &sizes, m->dtype, m->plan.train);
-        m->workspace_bytes = mt_max(m->workspace_bytes, bytes);
-    }
-    if (mamba.H > 0) {
-        const mt_ssd_args sizes = {.G = mamba.G, .H = mamba.H, .N = mamba.N, .P = mamba.P};
-        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->ssd_workspace_bytes(T, &sizes, m->plan.train));
-    }
+    m->workspace_bytes = mt_max(m->workspace_bytes, mt_largest_widths(m).workspace_bytes);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
@@ -14492,7 +14884,6 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->rope_tables[i].sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     }
     m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
-    if (mt_has_indexer_loss(m)) m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
@@ -14993,6 +15384,10 @@ static void mt_host_loss_open(mt_model *m) {
     h->values = h->staged[0] + MT_NUM_HOST_NUMBERS * T, h->index = (int32_t *)h->values + picked;
     h->doubles = mt_model_calloc(m, 3 * picked * 8), h->floats = mt_model_calloc(m, picked * 4);
     h->device_values = m->ops->memory_alloc(picked * 8), h->device_index = (int32_t *)h->device_values + picked;
+    if (m->plan.num_taps == 0) return;
+    int64_t rows = m->max_rows * m->C, bytes = rows * mt_dtype_size(m->dtype);
+    h->taps = m->ops->memory_alloc_host(m->plan.num_taps * bytes), h->device_tap = m->ops->memory_alloc(bytes);
+    h->tap_floats = mt_model_calloc(m, rows * 4);
 }
 
 static int mt_model_allocate(mt_model *m, mt_error *error) {
@@ -15262,6 +15657,28 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     return mt_mailboxes_start(m, error);
 }
 
+/* The rank with the loss has the layers whose outputs reach the host. */
+static int mt_model_check_taps(const mt_model *m, mt_error *error) {
+    bool failed = false;
+    for (int64_t k = 0; k < m->plan.num_taps && m->has_loss && !failed; k++) {
+        const mt_layer *layers = m->layers + m->first_local[m->num_chunks - 1];
+        int64_t tap = m->plan.taps[k], count = m->stages[m->num_chunks - 1].num_layers;
+        bool here =
+            tap == MT_TAP_FINAL_NORM || (count > 0 && tap >= layers[0].number && tap < layers[0].number + count);
+        failed = !here;
+        if (failed && tap >= m->options->num_layers)
+            mt_error_set(error, "--kd-hidden-layers: decoder.layers.%lld is not in a model of %lld layers",
+                         (long long)tap, (long long)m->options->num_layers);
+        else if (failed)
+            mt_error_set(
+                error,
+                "--kd-hidden-layers: decoder.layers.%lld is not on the pipeline stage with the loss, which has "
+                "the last %lld layers; take one of these, decoder.final_layernorm, or fewer stages",
+                (long long)tap, (long long)count);
+    }
+    return mt_agree(&m->grid->world, failed, error);
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     bool failed = mt_options_check_sizes(options, plan->train, error) != 0 ||
@@ -15273,7 +15690,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->dtype = mt_options_dtype(options), m->loss_scale = 1;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (options->memory_limit > 0) ops->memory_limit(options->memory_limit);
-    if (mt_model_partition(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
+    if (mt_model_partition(m, error) == 0 && mt_model_check_taps(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
         (plan->counts || mt_model_start(m, error) == 0)) {
         *out = m;
         return 0;
@@ -15302,6 +15719,8 @@ static void mt_model_free_device(mt_model *m) {
     m->ops->memory_free_host(m->trainer->results);
     if (m->host_loss) m->ops->memory_free_host(m->host_loss->sums);
     if (m->host_loss) m->ops->memory_free(m->host_loss->device_values);
+    if (m->host_loss && m->host_loss->taps) m->ops->memory_free_host(m->host_loss->taps);
+    if (m->host_loss && m->host_loss->device_tap) m->ops->memory_free(m->host_loss->device_tap);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
         m->ops->event_destroy(m->copied[i]);
@@ -15525,6 +15944,15 @@ int64_t mt_score_logits(mt_model *m, int64_t t, float *logits) {
     return p->context ? mt_context_position(p->context, t) : t;
 }
 
+void mt_score_hidden(mt_model *m, int64_t tap, float *hidden) {
+    const mt_pass *p = m->host_loss->scored;
+    MT_CHECK(tap >= 0 && tap < m->plan.num_taps);
+    m->ops->stream_synchronize(p->stream);
+    memset(hidden, 0, (size_t)(p->T * m->C) * 4);
+    memcpy(hidden + p->first_row * m->C, mt_tap_read(m, p, tap), (size_t)(p->rows * m->C) * 4);
+    if (p->rows < p->T) mt_all_reduce_sum(&m->grid->tensor, hidden, p->T * m->C, MT_F32);
+}
+
 void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     int64_t T = m->last_forward.T;
     if (logp && m->has_loss) m->ops->memory_copy(logp, m->logp, T * 4, m->stream);
@@ -15649,6 +16077,9 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
+    if (m->kept)
+        memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
+               (size_t)mt_routes_size(m->options, copy->rows) * 4);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
         if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
         int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
@@ -15663,16 +16094,15 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
     int64_t slots = mt_cache_slots(&m->plan);
-    mt_state_sizes z = mt_state_sizes_of(m);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (mt_mixer_attends(mixer) || mixer == MT_MIXER_NONE) continue;
+        mt_mixer_widths z = mt_widths_of(m, m->layers[layer].kind.mixer);
         float *states[] = {m->rule_states[layer], m->conv_states[layer]};
-        int64_t elements[] = {z.rule, z.conv};
+        int64_t elements[] = {z.rule_state, z.conv_state};
         for (int i = 0; i < 2; i++)
-            m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
-                                states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i], elements[i] * 4,
-                                m->stream);
+            if (elements[i] > 0)
+                m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
+                                    states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i],
+                                    elements[i] * 4, m->stream);
     }
 }
 
@@ -15701,6 +16131,11 @@ mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling 
         scores[sequence->tokens[i]] = (float)(x < 0 ? x * penalty : x / penalty);
     }
     return mt_row_sample(logits, scores, vocab_size, sampling, mt_sequence_uniform(sequence, sampling->seed), scratch);
+}
+
+float mt_logits_logp(const float *logits, int64_t vocab_size, int32_t token) {
+    int32_t greatest = mt_row_argmax(logits, vocab_size);
+    return greatest < 0 ? NAN : mt_token_logp(logits, vocab_size, greatest, token, 1);
 }
 
 /* ---- sequences */
@@ -15742,8 +16177,9 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
-        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4), b->logit_rows = mt_arena_alloc(&arena, slots * 4);
-        b->logit_sequences = mt_arena_alloc(&arena, slots * 8);
+        b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
+        b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -15858,6 +16294,7 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
 /* True if sequence i is to wait for a state that a running sequence is about to leave. */
 static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, int64_t i) {
     const mt_sequence *own = &sequences[i];
+    if (own->views_prompt) return false;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
         if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
@@ -15891,7 +16328,7 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
-        int64_t tokens = mt_cache_slot_common(b, &b->slots[s], sequence);
+        int64_t tokens = sequence->views_prompt ? 0 : mt_cache_slot_common(b, &b->slots[s], sequence);
         if (tokens > common) common = tokens, source = s;
         if (b->slots[s].sequence < 0 && (slot < 0 || b->slots[s].used < b->slots[slot].used)) slot = s;
     }
@@ -15925,6 +16362,15 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     return true;
 }
 
+bool mt_batcher_row_is_viewed(const mt_batcher *b, const mt_sequence *sequences, int64_t logit_row) {
+    const mt_sequence *sequence = &sequences[b->logit_sequences[logit_row]];
+    return b->batch.positions[b->logit_rows[logit_row]] + 1 < sequence->num_tokens;
+}
+
+static void mt_batcher_add_logits(mt_batcher *b, int64_t row, int64_t i) {
+    b->logit_rows[b->num_logits] = (int32_t)row, b->logit_sequences[b->num_logits++] = i;
+}
+
 /* Adds the uncached tokens of sequence i, as many as fit, as one span. */
 static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
     mt_cache_slot *s = &b->slots[sequence->slot];
@@ -15932,6 +16378,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
+    int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
+    if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -15942,8 +16390,9 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
     if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
-    if (count < wanted) return;
-    b->logit_rows[b->num_logits] = (int32_t)(start + count - 1), b->logit_sequences[b->num_logits++] = i;
+    viewed = mt_min(viewed, count), b->num_viewed += viewed;
+    for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
+    if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
 }
 
 /* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
@@ -15957,7 +16406,7 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
-    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = 0;
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
     b->num_state_copies = 0;
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
@@ -15965,6 +16414,7 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+        MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
     }
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
@@ -16001,7 +16451,7 @@ struct mt_generator {
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    float *logits;            // [max_sequences, vocab_size] for a repetition penalty; NULL: the device samples
+    float *logits;            // [max_sequences + max_viewed, vocab_size] on the host; NULL: the device samples
     double *uniforms;         // [max_sequences]
     mt_sampled *sampled;      // [max_sequences]
     mt_generator_totals totals;
@@ -16016,23 +16466,39 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
 }
 
-mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
+/* True if a sampling needs the logits on the host. */
+static bool mt_sampling_penalizes(const mt_sampling *s) {
+    return s->repetition_penalty > 0 && s->repetition_penalty != 1;
+}
+
+static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                       int64_t max_viewed) {
     mt_generator *g = mt_calloc(sizeof *g);
     const mt_model_plan *plan = &model->plan;
     int64_t most = plan->cache_sequences, together = model->grid->data.size;
-    MT_CHECK(plan->page_rows > 0 && most <= plan->max_logits);
+    MT_CHECK(plan->page_rows > 0 && most + max_viewed <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
-    batching.has_states = mt_has_states(model->options);
+    batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
     g->batcher = mt_batcher_create(&batching);
-    if (sampling->repetition_penalty > 0 && sampling->repetition_penalty != 1)
-        g->logits = mt_malloc(most * model->options->vocab_size * 4);
+    if (mt_sampling_penalizes(sampling) || max_viewed > 0)
+        g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
     g->uniforms = mt_calloc(most * 8);
-    g->sampled = mt_malloc(most * (int64_t)sizeof *g->sampled);
+    g->sampled = mt_malloc((most + max_viewed) * (int64_t)sizeof *g->sampled);
     mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
+}
+
+mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops) {
+    return mt_generator_open(model, sampling, stops, 0);
+}
+
+mt_generator *mt_generator_create_mixed(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                        int64_t max_viewed) {
+    MT_CHECK(max_viewed > 0);
+    return mt_generator_open(model, sampling, stops, max_viewed);
 }
 
 void mt_generator_destroy(mt_generator *g) {
@@ -16044,23 +16510,67 @@ void mt_generator_destroy(mt_generator *g) {
     free(g);
 }
 
-/* Runs the model's forward and samples a token from each of `rows` rows of logits. */
+static const mt_sampling *mt_generator_sampling(const mt_generator *g, const mt_sequence *sequence) {
+    return sequence->sampling ? sequence->sampling : &g->sampling;
+}
+
+/* True if one operation can sample for both; the seed is in the random numbers. */
+static bool mt_samplings_agree(const mt_sampling *a, const mt_sampling *b) {
+    if (a->logprobs != b->logprobs || a->logp_scale != b->logp_scale || a->temperature != b->temperature) return false;
+    return a->temperature == 0 || (a->top_k == b->top_k && a->top_p == b->top_p && a->min_p == b->min_p);
+}
+
+/* True if the device can sample for all rows of the forward: nobody views logits, and samplings agree. */
+static bool mt_generator_agrees(const mt_generator *g, const mt_sequence *sequences) {
+    const mt_batcher *b = g->batcher;
+    const mt_sampling *first = b->num_logits > 0 ? mt_generator_sampling(g, &sequences[b->logit_sequences[0]]) : NULL;
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        const mt_sampling *sampling = mt_generator_sampling(g, sequence);
+        bool viewed = sequence->view || sequence->views_prompt;
+        if (viewed || mt_sampling_penalizes(sampling) || !mt_samplings_agree(first, sampling)) return false;
+    }
+    return true;
+}
+
+/* Runs the model's forward and samples a token from each of `rows` rows of logits that gives one. */
 static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, int64_t rows) {
     mt_batcher *b = g->batcher;
     int64_t V = g->model->options->vocab_size;
-    for (int64_t row = 0; row < b->num_logits; row++)
-        g->uniforms[row] = mt_sequence_uniform(&sequences[b->logit_sequences[row]], g->sampling.seed);
-    if (!g->logits) {
-        mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, &g->sampling, g->uniforms,
+    if (mt_generator_agrees(g, sequences)) {
+        const mt_sampling *sampling = &g->sampling;
+        for (int64_t row = 0; row < b->num_logits; row++) {
+            const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+            sampling = mt_generator_sampling(g, sequence);
+            g->uniforms[row] = mt_sequence_uniform(sequence, sampling->seed);
+        }
+        mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, sampling, g->uniforms,
                                g->sampled);
         return;
     }
+    MT_CHECK(g->logits);
     mt_model_decode(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, g->logits);
     mt_scratch scratch = mt_scratch_reserve(2 * V);
 #pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
-    for (int64_t row = 0; row < b->num_logits; row++)
-        g->sampled[row] = mt_sample(g->logits + row * V, V, &g->sampling, &sequences[b->logit_sequences[row]],
-                                    (int32_t *)mt_scratch_slice(scratch));
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (!mt_batcher_row_is_viewed(b, sequences, row))
+            g->sampled[row] = mt_sample(g->logits + row * V, V, mt_generator_sampling(g, sequence), sequence,
+                                        (int32_t *)mt_scratch_slice(scratch));
+    }
+}
+
+/* Shows the logits of the forward to the views of its sequences, which have their new tokens. */
+static void mt_generator_show(const mt_generator *g, const mt_sequence *sequences) {
+    const mt_batcher *b = g->batcher;
+    int64_t V = g->model->options->vocab_size;
+#pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
+    for (int64_t row = 0; row < b->num_logits; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (sequence->view)
+            sequence->view(sequence->view_context, sequence, b->batch.positions[b->logit_rows[row]],
+                           g->logits + row * V);
+    }
 }
 
 /* Appends a sampled token to its sequence. */
@@ -16072,6 +16582,10 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
                             "large for their precision",
                             (long long)sequence->num_tokens);
+    if (sequence->num_tokens >= sequence->max_tokens) { // the prompt alone, which is read for its logits
+        sequence->finish = MT_FINISH_LENGTH;
+        return 0;
+    }
     if (sequence->logps) sequence->logps[at] = sampled->logp, sequence->sampled_logps[at] = sampled->sampled_logp;
     sequence->tokens[sequence->num_tokens++] = sampled->token;
     bool stops = g->stops.ends_text && g->stops.ends_text(g->stops.context, sequence);
@@ -16083,18 +16597,36 @@ static int mt_generator_append(const mt_generator *g, mt_sequence *sequence, con
     return 0;
 }
 
+/* Copies the experts of an ended sequence's tokens from the cache. */
+static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *sequence) {
+    const mt_batcher *b = g->batcher;
+    const int32_t *pages = mt_cache_slot_pages(b, sequence->slot);
+    int64_t rows = b->plan.page_rows, width = mt_routes_size(g->model->options, 1);
+    for (int64_t at = 0; at + 1 < sequence->num_tokens; at++)
+        memcpy(sequence->routes + at * width, mt_routes_at(g->model->kept, pages[at / rows] * rows + at % rows, 0),
+               (size_t)width * 4);
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
+    bool shows = false;
     int status = 0;
     int64_t rows = b->num_logits;
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
+    for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
     mt_generator_sample(g, sequences, rows);
     for (int64_t row = 0; row < b->num_logits && status == 0; row++)
-        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+        if (!mt_batcher_row_is_viewed(b, sequences, row))
+            status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
+        const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
+        if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
+    }
+    if (shows && status == 0) mt_generator_show(g, sequences);
     return status;
 }
 
@@ -16105,7 +16637,7 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     int status = mt_generator_forward(g, sequences, error);
     totals->prefill_tokens += g->batcher->num_prefill;
     totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits - g->batcher->num_viewed;
     *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
@@ -16123,6 +16655,10 @@ bool mt_generator_agree(const mt_generator *g, bool wanted) {
 
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator) {
     return generator->totals;
+}
+
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used) {
+    *all = generator->batcher->plan.num_pages, *used = *all - generator->batcher->num_free;
 }
 
 /* ==== §17 gated delta net ========================================================================================= */
@@ -16909,18 +17445,6 @@ static void mt_cpu_delta_rule_carry_backward(const mt_delta_args *a, const mt_ca
 
 /* ---- products */
 
-static void mt_cpu_scale_rows(void *x, float factor, int64_t T, int64_t C, int64_t stride, mt_dtype dtype,
-                              mt_stream *stream) {
-    mt_scratch scratch = mt_scratch_reserve(2 * C);
-#pragma omp parallel for if (T * C > MT_PARALLEL)
-    for (int64_t t = 0; t < T; t++) {
-        float *slice = mt_scratch_slice(scratch), *to = slice + C;
-        const float *from = mt_row_load(slice, x, t * stride, C, dtype);
-        for (int64_t i = 0; i < C; i++) to[i] = factor * from[i];
-        mt_row_store(x, t * stride, to, C, dtype);
-    }
-}
-
 static void mt_cpu_multiply_forward(const mt_multiply_args *a, mt_dtype dtype, mt_stream *stream) {
     int64_t C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
@@ -16948,38 +17472,6 @@ static void mt_cpu_multiply_backward(const mt_multiply_args *a, mt_dtype dtype, 
         for (int64_t i = 0; i < C; i++) dx[i] = dy[i] * z[i], dz[i] = dy[i] * x[i];
         mt_row_close(a->dx, t * a->dx_stride, dx, C, dtype);
         mt_row_close(a->dz, t * a->dz_stride, dz, C, dtype);
-    }
-}
-
-/* ---- gates */
-
-static void mt_cpu_gate_forward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float x_scratch[MT_BLOCK], z_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(x_scratch, a->x, block, n, dtype),
-                    *z = mt_row_load(z_scratch, a->z, block, n, dtype);
-        float *y = mt_row_open(y_scratch, a->y, block, dtype);
-        for (int64_t i = 0; i < n; i++) y[i] = x[i] * mt_sigmoid(z[i]);
-        mt_row_close(a->y, block, y, n, dtype);
-    }
-}
-
-static void mt_cpu_gate_backward(const mt_gate_args *a, mt_dtype dtype, mt_stream *stream) {
-#pragma omp parallel for if (a->n > MT_PARALLEL)
-    for (int64_t block = 0; block < a->n; block += MT_BLOCK) {
-        float scratch[3][MT_BLOCK], dx[MT_BLOCK], dz[MT_BLOCK];
-        int64_t n = mt_min(MT_BLOCK, a->n - block);
-        const float *x = mt_row_load(scratch[0], a->x, block, n, dtype),
-                    *z = mt_row_load(scratch[1], a->z, block, n, dtype);
-        const float *dy = mt_row_load(scratch[2], a->dy, block, n, dtype);
-        for (int64_t i = 0; i < n; i++) {
-            float open = mt_sigmoid(z[i]);
-            dz[i] = dy[i] * x[i] * open * (1 - open), dx[i] = dy[i] * open;
-        }
-        mt_row_store(a->dz, block, dz, n, dtype);
-        mt_row_store(a->dx, block, dx, n, dtype);
     }
 }
 
@@ -17087,10 +17579,29 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
  * state before it, and gradients pass through the map. These pass from the last piece to the first. Cost: the map is as
  * much work as another forward of the rule; a state of Hv Dk Dv floats goes over 2 cp - 2 links one after another. */
 
+/* The sizes of a gated delta net on this rank. */
+typedef struct mt_delta_sizes {
+    int64_t Hk, Hv, Dk, Dv; // heads and their channels
+    int64_t conv, in;       // channels of q, k and v; columns of delta_in
+    int64_t b;              // column of b in delta_in
+    bool by_channel;        // Kimi delta attention
+} mt_delta_sizes;
+
+static mt_delta_sizes mt_delta_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    bool by_channel = mt_has_mixer(o, MT_MIXER_KDA);
+    mt_delta_sizes z = {.Hk = mt_max(o->linear_num_key_heads / ranks, 1), .Hv = o->linear_num_value_heads / ranks};
+    z.Dk = o->linear_key_head_dim, z.Dv = o->linear_value_head_dim;
+    z.conv = 2 * z.Hk * z.Dk + z.Hv * z.Dv, z.by_channel = by_channel;
+    z.b = by_channel ? z.conv : z.conv + z.Hv * z.Dv;
+    z.in = z.b + (by_channel ? 1 : 2) * z.Hv;
+    return z;
+}
+
 static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     int64_t T = m->plan.max_tokens;
-    (void)w;
     if (z.by_channel) {
         MT_SLOT(s, kda_f_a, m->max_rows, z.Dv, m->dtype);
         MT_SLOT(s, kda_g_a, m->max_rows, z.Dv, m->dtype);
@@ -17102,6 +17613,10 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
     MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    bool read_later = !mt_norms_before(m->options) || z.by_channel; // by f_a and g_a
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->delta_in, 0, read_later);
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
@@ -17193,17 +17708,17 @@ static void mt_kda_gates_forward(const mt_pass *p, const mt_layer *w, mt_activat
     mt_layer_linear_forward(p, a, &w->g_b, a->kda_g_a, a->kda_g);
 }
 
-/* Adds their gradient to the block's dx. The first products are never split: no slot could keep their dy, for x of the
- * second products lies where it would. */
+/* Adds the gradient through decays and gates, from ddecays and dgates, to the block's dx. The first products are never
+ * split: no slot could keep their dy, for x of the second products lies where it would. */
 static void mt_kda_gates_backward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                                  const mt_block_gradients *block) {
+                                  const mt_block_gradients *block, const void *ddecays, const void *dgates) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_linear_io f_b = {.x = a->kda_f_a, .dy = s->ddecays, .dx = s->dlow};
+    mt_linear_io f_b = {.x = a->kda_f_a, .dy = ddecays, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->f_b, offsetof(mt_activations, kda_f_a), &f_b);
     mt_linear_io f_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->f_a, &f_a, MT_BACKWARD_BOTH);
     mt_add_to(m, p, block->dx, s->dinput);
-    mt_linear_io g_b = {.x = a->kda_g_a, .dy = s->dgates, .dx = s->dlow};
+    mt_linear_io g_b = {.x = a->kda_g_a, .dy = dgates, .dx = s->dlow};
     mt_layer_linear_backward(m, p, w, a, &w->g_b, offsetof(mt_activations, kda_g_a), &g_b);
     mt_linear_io g_a = {.x = block->x, .dy = s->dlow, .dx = s->dinput};
     mt_linear_backward(mt_linears(p), &w->g_a, &g_a, MT_BACKWARD_BOTH);
@@ -17254,21 +17769,114 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
     mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
-    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block);
+    if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block, s->ddecays, s->dgates);
     return out;
 }
+
+/* Kimi delta attention has second and third gradients of its input, through the gates. */
+static mt_mixer_widths mt_delta_widths(const mt_model *m) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_delta_args sizes = {.Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .decays = z.by_channel ? z.Dk : 1};
+    return (mt_mixer_widths){.in = z.in,
+                             .out = mt_max(z.Hv * z.Dv, z.by_channel ? m->C : 0),
+                             .conv = z.conv,
+                             .core = z.Hv * z.Dv,
+                             .conv_state = (m->options->linear_conv_kernel_dim - 1) * z.conv,
+                             .rule_state = z.Hv * z.Dk * z.Dv,
+                             .rule_map = z.Hv * z.Dk * (z.Dv + z.Dk),
+                             .workspace_bytes =
+                                 m->ops->delta_workspace_bytes(m->plan.max_tokens, &sizes, m->dtype, m->plan.train)};
+}
+
+static void mt_kda_scratch(mt_model *m, mt_arena *arena) {
+    mt_delta_sizes z = mt_delta_sizes_of(m);
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
+    if (!m->plan.train) return;
+    s->ddecays = mt_arena_alloc(arena, T * z.Hv * z.Dk * size);
+    s->dgates = mt_arena_alloc(arena, T * z.Hv * z.Dv * size);
+    s->dlow = mt_arena_alloc(arena, m->max_rows * z.Dv * size);
+}
+
+/* Between the linears: of the convolution, and of the rule's three products with the state. */
+static double mt_delta_rule_multiplications(const mt_options *o) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim);
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    return (2 * keys + values) * (double)o->linear_conv_kernel_dim + 3 * values * (double)o->linear_key_head_dim;
+}
+
+static double mt_delta_multiplications(const mt_options *o, int64_t layer) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim), C = (double)o->hidden_size;
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    (void)layer;
+    return C * (2 * keys + 3 * values + 2 * (double)o->linear_num_value_heads) + mt_delta_rule_multiplications(o);
+}
+
+static double mt_kda_multiplications(const mt_options *o, int64_t layer) {
+    double keys = (double)(o->linear_num_key_heads * o->linear_key_head_dim), C = (double)o->hidden_size;
+    double values = (double)(o->linear_num_value_heads * o->linear_value_head_dim);
+    double narrow = (2 * C + keys + values) * (double)o->linear_value_head_dim; // through the narrow middles
+    (void)layer;
+    return C * (2 * keys + 2 * values + (double)o->linear_num_value_heads) + narrow + mt_delta_rule_multiplications(o);
+}
+
+static int mt_kda_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const mt_constraint rules[] = {
+        {mt_exceeds(o->linear_key_head_dim, l->delta_channels),
+         "--linear-key-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld channels",
+         {o->linear_key_head_dim, l->delta_channels}},
+        {mt_exceeds(o->linear_value_head_dim, l->delta_channels),
+         "--linear-value-head-dim is %lld, and the gated delta rule on this device takes heads of at most %lld "
+         "channels",
+         {o->linear_value_head_dim, l->delta_channels}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static int mt_delta_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    if (l->no_delta)
+        return mt_error_set(error, "the gated delta rule needs a GPU with 99 KiB of shared memory per block; take "
+                                   "--device cpu");
+    return mt_kda_check_limits(o, l, error);
+}
+
+static const mt_block_kind mt_delta_kind = {.name = "gated delta net",
+                                            .slots = mt_delta_slots,
+                                            .forward = mt_delta_forward,
+                                            .backward = mt_delta_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_delta_widths,
+                                            .multiplications = mt_delta_multiplications,
+                                            .check_limits = mt_delta_check_limits};
+
+static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
+                                          .slots = mt_delta_slots,
+                                          .forward = mt_delta_forward,
+                                          .backward = mt_delta_backward,
+                                          .last = offsetof(mt_layer, o),
+                                          .widths = mt_delta_widths,
+                                          .scratch = mt_kda_scratch,
+                                          .multiplications = mt_kda_multiplications,
+                                          .check_limits = mt_kda_check_limits};
 
 /* ==== §17c the gated short convolution ============================================================================ */
 /* LFM2's mixer: one product gives B, C and x of each channel; out = o(C conv(B x)). Tensor-parallel ranks share the
  * channels: each has the same share of B, C, x and the taps, and the output linear sums over the ranks. */
 
+/* Channels on this rank. */
+static int64_t mt_short_channels(const mt_model *m) {
+    return m->C / m->grid->tensor.size;
+}
+
 static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, width = mt_short_channels(m);
-    (void)w;
     MT_SLOT(s, short_in, T, 3 * width, m->dtype)->stash_of = offsetof(mt_layer, short_in);
     MT_SLOT(s, short_x, T, width, m->dtype);
     MT_SLOT(s, conv, T, width, m->dtype);
     MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->short_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share: of B x, of the convolution, and of the product with C. */
@@ -17335,6 +17943,32 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_layer_linear_backward(m, p, w, a, &w->short_in, block->x_field, &in);
     return out;
 }
+
+static mt_mixer_widths mt_short_widths(const mt_model *m) {
+    int64_t width = mt_short_channels(m), taps = m->options->linear_conv_kernel_dim;
+    return (mt_mixer_widths){.in = 3 * width, .out = width, .conv = width, .conv_state = (taps - 1) * width};
+}
+
+static void mt_short_scratch(mt_model *m, mt_arena *arena) {
+    int64_t bytes = m->plan.max_tokens * mt_short_channels(m) * mt_dtype_size(m->dtype);
+    if (m->plan.train) m->scratch.dshort_x = mt_arena_alloc(arena, bytes);
+}
+
+/* Between the linears: of the convolution, and the products with B and C. */
+static double mt_short_multiplications(const mt_options *o, int64_t layer) {
+    double C = (double)o->hidden_size;
+    (void)layer;
+    return 4 * C * C + (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2));
+}
+
+static const mt_block_kind mt_short_kind = {.name = "gated short convolution",
+                                            .slots = mt_short_slots,
+                                            .forward = mt_short_forward,
+                                            .backward = mt_short_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_short_widths,
+                                            .scratch = mt_short_scratch,
+                                            .multiplications = mt_short_multiplications};
 
 /* ==== §18 Mamba-2 ================================================================================================= */
 /* A mixer with a state of fixed size, as §17's, but without its rule of replacement (Dao & Gu, "Transformers are SSMs:
@@ -17751,15 +18385,33 @@ static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_sta
  * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
  * map of a head is its local state and one number, so it costs half of a forward. */
 
+/* The sizes of Mamba-2 on this rank. */
+typedef struct mt_mamba_sizes {
+    int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
+    int64_t inner;      // channels of x, and of z
+    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
+} mt_mamba_sizes;
+
+static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
+    const mt_options *o = m->options;
+    int64_t ranks = m->grid->tensor.size;
+    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
+    z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
+    z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
+    return z;
+}
+
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
     int64_t T = m->plan.max_tokens;
-    (void)w;
     MT_SLOT(s, mamba_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mamba_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, mamba_out, T, z.inner, m->dtype);
     MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
     MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
+    if (!w) return;
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->mamba_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share. */
@@ -17861,6 +18513,49 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     return out;
 }
 
+static mt_mixer_widths mt_mamba_widths(const mt_model *m) {
+    mt_mamba_sizes z = mt_mamba_sizes_of(m);
+    mt_ssd_args sizes = {.G = z.G, .H = z.H, .N = z.N, .P = z.P};
+    return (mt_mixer_widths){.in = z.in,
+                             .out = z.inner,
+                             .conv = z.conv,
+                             .core = z.inner,
+                             .conv_state = (m->options->linear_conv_kernel_dim - 1) * z.conv,
+                             .rule_state = z.H * z.N * z.P,
+                             .rule_map = z.H * (z.N * z.P + 1),
+                             .workspace_bytes = m->ops->ssd_workspace_bytes(m->plan.max_tokens, &sizes, m->plan.train)};
+}
+
+/* Between the linears: of the convolution, and the products of the state with x and C. */
+static double mt_mamba_multiplications(const mt_options *o, int64_t layer) {
+    double inner = (double)(o->mamba_num_heads * o->mamba_head_dim), N = (double)o->mamba_state_dim;
+    double groups = (double)o->mamba_num_groups, C = (double)o->hidden_size;
+    double linears = C * (3 * inner + 2 * (groups * N) + (double)o->mamba_num_heads);
+    (void)layer;
+    return linears + ((inner + 2 * groups * N) * (double)o->linear_conv_kernel_dim + 2 * inner * N);
+}
+
+static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const mt_constraint rules[] = {
+        {mt_exceeds(o->mamba_state_dim, l->ssd_rows),
+         "--mamba-state-dim is %lld, and Mamba-2 on this device takes states of at most %lld",
+         {o->mamba_state_dim, l->ssd_rows}},
+        {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
+         "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
+         {o->mamba_head_dim, l->ssd_columns}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
+                                            .slots = mt_mamba_slots,
+                                            .forward = mt_mamba_forward,
+                                            .backward = mt_mamba_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .widths = mt_mamba_widths,
+                                            .multiplications = mt_mamba_multiplications,
+                                            .check_limits = mt_mamba_check_limits};
+
 /* ==== §19 sparse attention ======================================================================================== */
 /* Latent attention in which each query attends to at most k keys (DeepSeek-AI, "DeepSeek-V3.2"). A small network, the
  * indexer, gives each pair of a query and a key a score: of few heads, narrow, with one key for all heads. Attention
@@ -17929,34 +18624,13 @@ static void mt_gather_keys(float *rows, const mt_key_list *keys, int64_t first, 
 
 /* ---- the choice of keys */
 
-/* The k-th greatest of x[n], which is reordered (Hoare, "Algorithm 65: find"). */
-static float mt_kth_greatest(float *x, int64_t n, int64_t k) {
-    for (int64_t low = 0, high = n - 1; low < high;) {
-        float pivot = x[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (x[i] > pivot) i++;
-            while (x[j] < pivot) j--;
-            if (i > j) break;
-            float other = x[i];
-            x[i++] = x[j], x[j--] = other;
-        }
-        if (k - 1 > j && k - 1 < i) break;
-        if (k - 1 <= j)
-            high = j;
-        else
-            low = i;
-    }
-    return x[k - 1];
-}
-
 /* selected[k] = numbers of the k greatest of scores[n], ascending, then -1; of equal scores the first. scratch: [n]. */
 static void mt_select_greatest(int32_t *selected, const float *scores, int64_t n, int64_t k, float *scratch) {
     float bound = -INFINITY;
     int64_t equal = k, count = 0; // equal: places for scores that are the bound
     if (n > k) {
         memcpy(scratch, scores, (size_t)n * sizeof *scores);
-        bound = mt_kth_greatest(scratch, n, k);
+        bound = mt_select(scratch, n, k - 1);
         for (int64_t j = 0; j < n; j++) equal -= scores[j] > bound;
     }
     for (int64_t j = 0; j < n; j++)
@@ -18081,7 +18755,7 @@ static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
 }
 
 static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t longest = mt_longest_keys(a->spans);
+    int64_t longest = mt_max(a->longest, mt_longest_keys(a->spans));
     mt_scratch scratch = mt_scratch_reserve(mt_indexer_query_floats(a) + 4 * longest);
 #pragma omp parallel for schedule(dynamic) if (a->rows * longest * a->H * a->D > MT_PARALLEL)
     for (int64_t row = 0; row < a->rows; row++) {
@@ -18089,6 +18763,7 @@ static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_
         int32_t *selected = a->selected + row * a->topk;
         mt_indexer_query query = mt_indexer_open(a, a->first_row + row, true, copy + 3 * longest, dtype);
         int64_t seen = query.keys.count, all = query.keys.span ? query.keys.span->k_len : 0;
+        if (query.keys.span && a->lengths) all = a->lengths[query.keys.span - a->spans->host];
         if (seen > a->topk) mt_indexer_scores(scores, &query);
         for (int64_t j = 0; j < seen && seen <= a->topk; j++) scores[j] = 0; // all are selected
         for (int64_t j = seen; j < all; j++) scores[j] = -INFINITY;
@@ -18330,7 +19005,16 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     mt_row_store(call->dq, q_at, dq, D, dtype);
 }
 
-/* A task is a group of one span: it owns their dk and dv. */
+/* Number of the first span after `s` that has other keys: those of one sequence begin with the same key and are
+ * adjacent. *k_len: the most keys of one of them. */
+static int64_t mt_spans_of_sequence(const mt_spans *spans, int64_t s, int64_t *k_len) {
+    const mt_span *first = &spans->host[s];
+    for (*k_len = 0; s < spans->count && spans->host[s].k_start == first->k_start; s++)
+        *k_len = mt_max(*k_len, spans->host[s].k_len);
+    return s;
+}
+
+/* A task is a group of the spans of one sequence: it owns their dk and dv. */
 static void mt_cpu_sparse_attention_backward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     const mt_attention *call = &a->attention;
     int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
@@ -18340,12 +19024,15 @@ static void mt_cpu_sparse_attention_backward(const mt_sparse_attention *a, mt_dt
     for (int64_t s = 0; s < call->spans.count; s++)
         for (int64_t group = 0; group < call->num_groups; group++) {
             const mt_span *span = &call->spans.host[s];
-            float *dk = mt_scratch_slice(scratch), *dv = dk + span->k_len * D;
-            memset(dk, 0, (size_t)(span->k_len * (D + Dv)) * sizeof *dk);
-            for (int64_t t = span->q_start; t < span->q_start + span->q_len; t++)
-                for (int64_t head = group * heads; head < (group + 1) * heads; head++)
-                    mt_sparse_backward_query(a, span, t, head, dk, dv, dv + span->k_len * Dv, dtype);
-            for (int64_t j = 0; j < span->k_len; j++) {
+            int64_t k_len, end = mt_spans_of_sequence(&call->spans, s, &k_len);
+            if (s > 0 && span[-1].k_start == span->k_start) continue; // of the task before
+            float *dk = mt_scratch_slice(scratch), *dv = dk + k_len * D;
+            memset(dk, 0, (size_t)(k_len * (D + Dv)) * sizeof *dk);
+            for (const mt_span *part = span; part < call->spans.host + end; part++)
+                for (int64_t t = part->q_start; t < part->q_start + part->q_len; t++)
+                    for (int64_t head = group * heads; head < (group + 1) * heads; head++)
+                        mt_sparse_backward_query(a, part, t, head, dk, dv, dv + k_len * Dv, dtype);
+            for (int64_t j = 0; j < k_len; j++) {
                 int64_t row = span->k_start + j;
                 mt_row_store(call->dk, row * call->k_stride + group * D, dk + j * D, D, dtype);
                 mt_row_store(call->dv, row * call->v_stride + group * Dv, dv + j * Dv, Dv, dtype);
@@ -18379,13 +19066,28 @@ static void mt_cpu_sparse_attention_shares(const mt_sparse_attention *a, mt_dtyp
 /* With sequence parallelism each tensor-parallel rank scores the queries of its rows against all keys, and the ranks
  * exchange the choices; else every rank scores all. All ranks then attend to the same keys with their heads. The target
  * of the indexer's loss is a mean over all heads, so the ranks sum it, for a block of queries at a time; the loss is
- * computed where its gradient is, in the backward. A layer that shares indices copies the choice of the layer before;
- * its copy is kept where its forward is computed again. */
+ * computed where its gradient is, in the backward. With context parallelism a rank gathers the indexer's keys, and k
+ * and v, of all ranks, and sums their gradients. A layer that shares indices copies the choice of the layer before; its
+ * copy is kept where its forward is computed again. */
+
+/* Query rows whose targets of the indexer's loss are in memory at a time. */
+enum { MT_INDEXER_ROWS = 64 };
+
+/* Columns of mt_activations.selected: keys that a query attends to, at most. */
+static int64_t mt_selected_keys(const mt_model *m) {
+    return mt_min(m->options->dsa_indexer_topk, m->plan.max_position);
+}
+
+/* True if training computes the indexer's loss. */
+static bool mt_has_indexer_loss(const mt_model *m) {
+    return m->plan.train && mt_has_mixer(m->options, MT_MIXER_SPARSE_ATTENTION) &&
+           m->options->dsa_indexer_loss_coeff > 0;
+}
 
 static void mt_sparse_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t R = m->max_rows, H = m->options->dsa_indexer_n_heads, D = m->options->dsa_indexer_head_dim;
     bool shares = w && w->kind.shares_indices, read_later = mt_has_indexer_loss(m);
-    mt_latent_slots(m, s, w);
+    mt_latent_slots_of(m, s, w, read_later && !shares);
     MT_SLOT(s, selected, m->plan.max_tokens, mt_selected_keys(m), MT_I32)->once = shares;
     if (shares) return;
     MT_SLOT(s, indexer_q, R, H * D, m->dtype)->passing = !read_later;
@@ -18404,6 +19106,10 @@ static mt_indexer_args mt_indexer_call(const mt_model *m, const mt_pass *p, cons
     call.scale = (float)(1 / sqrt((double)(call.H * call.D))), call.ties = o->dsa_indexer_ties;
     call.q = a->indexer_q, call.weights = a->indexer_weights, call.k = a->indexer_k;
     call.selected = a->selected + p->first_row * call.topk;
+    if (p->context) {
+        call.spans = &p->context->lists[0], call.lengths = p->context->lengths;
+        call.longest = mt_min(p->context->N, m->plan.max_position);
+    }
     return call;
 }
 
@@ -18427,9 +19133,16 @@ static mt_rope_args mt_indexer_rope(const mt_model *m, const mt_pass *p, const m
 
 /* The indexer's keys of all rows. */
 static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, const mt_activations *a) {
-    if (!p->tp.sequence_parallel) return a->indexer_k;
-    mt_all_gather_rows(&p->tp, m->scratch.indexer_keys, a->indexer_k, m->options->dsa_indexer_head_dim, p->stream);
-    return m->scratch.indexer_keys;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t D = m->options->dsa_indexer_head_dim;
+    const void *keys = a->indexer_k;
+    if (p->tp.sequence_parallel) {
+        mt_all_gather_rows(&p->tp, s->indexer_keys, a->indexer_k, D, p->stream);
+        keys = s->indexer_keys;
+    }
+    if (!p->context) return keys;
+    mt_context_gather_rows(p->context, s->indexer_whole, s->indexer_by_rank, keys, D, p->stream);
+    return s->indexer_whole;
 }
 
 /* a->selected from x[R, C] and the latent of queries. */
@@ -18486,25 +19199,29 @@ static void mt_sparse_forward(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_sparse_select(m, p, w, a, x);
     mt_sparse_attention call = mt_sparse_call(m, p, w, a);
     if (p->decode) mt_cache_update(m, p, w, &call.attention, true);
+    if (p->context) call = mt_context_sparse(p->context, &call, p->stream);
     m->ops->sparse_attention_forward(&call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch: gradients of the indexer's q, weights and keys, from its loss, which is counted. */
-static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+/* Gradients of the indexer's q, weights and keys of this rank's rows, from its loss, which is counted. */
+static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a, void *dq,
+                            void *dweights, void *dk) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     int64_t D = o->dsa_indexer_head_dim;
     bool counts = p->tp.sequence_parallel || m->grid->tensor.rank == 0; // else all ranks compute the same
     mt_sparse_attention target = mt_sparse_call(m, p, w, a);
     mt_indexer_args loss = mt_indexer_call(m, p, a);
+    int64_t keys = p->context ? p->context->N : p->T;
+    if (p->context) target = mt_context_sparse(p->context, &target, p->stream);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
     loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
-    loss.dq = s->dindexer_q, loss.dweights = s->dindexer_weights, loss.dk = s->dindexer_keys;
+    loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
-    loss.width = target.width = loss.all_keys ? mt_min(p->T, m->plan.max_position) : loss.topk;
-    m->ops->memory_zero(s->dindexer_keys, p->T * D * 4, p->stream);
+    loss.width = target.width = loss.all_keys ? mt_min(keys, m->plan.max_position) : loss.topk;
+    m->ops->memory_zero(s->dindexer_keys, keys * D * 4, p->stream);
     for (int64_t row = 0; row < p->T; row += MT_INDEXER_ROWS) {
         loss.block = target.block = row;
         loss.block_rows = target.block_rows = mt_min(MT_INDEXER_ROWS, p->T - row);
@@ -18512,27 +19229,34 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
         m->ops->all_reduce(s->shares, loss.block_rows * loss.width, MT_SUM, MT_F32, &m->grid->tensor, p->stream);
         m->ops->indexer_backward(&loss, m->dtype, p->stream);
     }
-    float *dk = s->dindexer_keys;
-    if (p->tp.sequence_parallel)
-        m->ops->reduce_scatter(dk = s->dindexer_own, s->dindexer_keys, p->rows * D, MT_F32, p->tp.group, p->stream);
-    m->ops->convert(s->dindexer_k, m->dtype, dk, MT_F32, p->rows * D, p->stream);
+    float *own = s->dindexer_keys;
+    if (p->context) {
+        mt_context_sum_rows(p->context, s->dindexer_local, s->indexer_by_rank, own, D, p->stream);
+        own = s->dindexer_local;
+    }
+    if (p->tp.sequence_parallel) {
+        m->ops->reduce_scatter(s->dindexer_own, own, p->rows * D, MT_F32, p->tp.group, p->stream);
+        own = s->dindexer_own;
+    }
+    m->ops->convert(dk, m->dtype, own, MT_F32, p->rows * D, p->stream);
 }
 
 /* Gradients of the indexer's parameters. */
 static void mt_indexer_backward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                 const void *x) {
-    mt_layer_scratch *s = &m->scratch;
+    void *dq = m->scratch.dindexer_q, *dweights = m->scratch.dindexer_weights;
+    void *dk = m->scratch.dindexer_k, *dk_in = m->scratch.dindexer_k_in;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
-    mt_rope_args q_rope = mt_indexer_rope(m, p, w, s->dindexer_q, m->options->dsa_indexer_n_heads);
-    mt_rope_args k_rope = mt_indexer_rope(m, p, w, s->dindexer_k, 1);
-    mt_indexer_loss(m, p, w, a);
+    mt_rope_args q_rope = mt_indexer_rope(m, p, w, dq, m->options->dsa_indexer_n_heads);
+    mt_rope_args k_rope = mt_indexer_rope(m, p, w, dk, 1);
+    mt_indexer_loss(m, p, w, a, dq, dweights, dk);
     m->ops->rope_backward(&q_rope, m->dtype, p->stream);
     m->ops->rope_backward(&k_rope, m->dtype, p->stream);
-    norm.dy = s->dindexer_k, norm.dx = s->dindexer_k_in;
+    norm.dy = dk, norm.dx = dk_in;
     m->ops->layernorm_backward(&norm, m->dtype, p->stream);
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = s->dindexer_q});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = s->dindexer_k_in});
-    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = s->dindexer_weights});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_q, &(mt_linear_io){.x = a->q_latent, .dy = dq});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_k, &(mt_linear_io){.x = x, .dy = dk_in});
+    mt_linear_backward_weight(mt_linears(p), &w->indexer_weights, &(mt_linear_io){.x = x, .dy = dweights});
 }
 
 /* Without its loss the indexer has gradients of 0, which no product writes. */
@@ -18554,7 +19278,11 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, dattended);
     call.attention.dq = d.q, call.attention.dk = d.k, call.attention.dv = d.v, call.attention.dout = dattended;
-    m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
+    call.attention.row_dot = m->scratch.row_dot;
+    if (p->context)
+        mt_context_sparse_backward(p->context, &call, p->stream);
+    else
+        m->ops->sparse_attention_backward(&call, m->dtype, p->stream);
     if (!w->kind.shares_indices) {
         if (mt_has_indexer_loss(m))
             mt_indexer_backward(m, p, w, a, block->x);
@@ -18564,3 +19292,81 @@ static mt_deferred mt_sparse_backward(mt_model *m, const mt_pass *p, mt_layer *w
     mt_latent_qkv_backward(m, p, w, a, d, block);
     return out;
 }
+
+/* Of latent attention and the indexer; and the sums of its loss. */
+static mt_mixer_widths mt_sparse_widths(const mt_model *m) {
+    mt_mixer_widths widths = mt_latent_widths(m);
+    widths.workspace_bytes =
+        m->ops->sparse_workspace_bytes(m->plan.max_tokens, m->plan.max_position, mt_selected_keys(m));
+    return widths;
+}
+
+static void mt_sparse_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    int64_t H = o->dsa_indexer_n_heads, D = o->dsa_indexer_head_dim, topk = mt_selected_keys(m);
+    int64_t cp = o->context_parallel_size, N = T * cp;
+    mt_latent_scratch(m, arena);
+    if (m->tp.sequence_parallel) s->indexer_keys = mt_arena_alloc(arena, T * D * size);
+    if (cp > 1) {
+        s->indexer_whole = mt_arena_alloc(arena, N * D * size);
+        s->indexer_by_rank = mt_arena_alloc(arena, N * D * (mt_has_indexer_loss(m) ? 4 : size));
+    }
+    if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
+    if (!mt_has_indexer_loss(m)) return;
+    m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
+    int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(N, m->plan.max_position);
+    s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
+    s->dindexer_keys = mt_arena_alloc(arena, N * D * 4);
+    if (cp > 1) s->dindexer_local = mt_arena_alloc(arena, T * D * 4);
+    if (m->tp.sequence_parallel) s->dindexer_own = mt_arena_alloc(arena, R * D * 4);
+    s->dindexer_q = mt_arena_alloc(arena, R * H * D * size);
+    s->dindexer_k = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_k_in = mt_arena_alloc(arena, R * D * size);
+    s->dindexer_weights = mt_arena_alloc(arena, R * H * size);
+}
+
+/* Of a layer's indexer, without the gradients that it lacks if its loss is off, in units of a forward and a backward:
+ * its linears, and its scores of all keys that a query sees. */
+static double mt_indexer_multiplications(const mt_options *o, int64_t layer) {
+    double heads = (double)o->dsa_indexer_n_heads, D = (double)o->dsa_indexer_head_dim, C = (double)o->hidden_size;
+    double products = (double)o->q_lora_rank * heads * D + C * (D + heads),
+           scores = heads * D * (double)o->seq_length / 2;
+    if (mt_layer_kind_of(o, layer).shares_indices) return 0;
+    // The weights get gradients, their inputs none; the scores are computed in the forward, and for the loss again.
+    return o->dsa_indexer_loss_coeff > 0 ? products * 2 / 3 + scores : (products + scores) / 3;
+}
+
+/* A query attends to as many keys as with a window of that size. */
+static double mt_sparse_multiplications(const mt_options *o, int64_t layer) {
+    double linears = mt_latent_linear_multiplications(o) + mt_indexer_multiplications(o, layer);
+    return linears + mt_core_attention_multiplications(o, (double)o->dsa_indexer_topk);
+}
+
+static int mt_sparse_check(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
+         .message = "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, the latent "
+                    "that its indexer reads"},
+        {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
+         "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
+         {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
+        {.broken = o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
+         .message = "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
+                                             .slots = mt_sparse_slots,
+                                             .forward = mt_sparse_forward,
+                                             .replay = mt_latent_attention_replay,
+                                             .backward = mt_sparse_backward,
+                                             .last = offsetof(mt_layer, o),
+                                             .attends = true,
+                                             .widths = mt_sparse_widths,
+                                             .scratch = mt_sparse_scratch,
+                                             .multiplications = mt_sparse_multiplications,
+                                             .check = mt_sparse_check};

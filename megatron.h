@@ -472,6 +472,12 @@ typedef enum mt_adv_estimator {
     MT_ADV_GPG,        // (score - the group's mean) times all responses by those with a score (2504.02546)
     MT_ADV_GRPO_PASSK, // the group's best: its lead, also divided by the deviation; others 0 (2503.19595)
     MT_ADV_REMAX,      // the discounted return - the score of a greedy response (2310.10505)
+    MT_ADV_GDPO,       // the weighted sum of GRPO's for each of several rewards, whitened (2601.05242)
+    MT_ADV_GIGPO,      // GRPO's of whole responses and of their steps, each with a weight (2505.10978); with one turn,
+                       // a response is its step
+    MT_ADV_STEP_REINFORCE,         // ROLL: REINFORCE's of the steps
+    MT_ADV_OPTIMAL_TOKEN_BASELINE, // the return - at each step, the mean of those of the group's responses, weighted by
+                                   // the squared norms of their gradients by the logits so far (verl)
 } mt_adv_estimator;
 /* Divergences of the student p from the teacher q, softmaxes of K logits. */
 typedef enum mt_divergence_type {
@@ -482,6 +488,19 @@ typedef enum mt_divergence_type {
     MT_SKEWED_REVERSE_KL, // KL(p | lambda p + (1 - lambda) q)
     MT_JS_DIVERGENCE,     // (KL(q | m) + KL(p | m)) / 2 with m = (p + q) / 2
 } mt_divergence_type;
+
+/* --kd-hidden-layers: the loss of a student's hidden state x[C] against the teacher's y[C]. */
+typedef enum mt_hidden_loss_type {
+    MT_HIDDEN_COSINE, // 1 - x y / (|x| |y|), with 1e-12 beside both squares, as torch's cosine_embedding_loss
+    MT_HIDDEN_MSE     // |x - y|^2 / C
+} mt_hidden_loss_type;
+
+/* --kd-balance: the factors of the parts of a distillation loss. */
+typedef enum mt_distillation_balance {
+    MT_DISTILL_FIXED,          // (1 - w) cross-entropy + w (divergence + v hidden), w, v: options
+    MT_DISTILL_BALANCE_HIDDEN, // divergence + hidden, which is scaled to the divergence's size
+    MT_DISTILL_BALANCE_ALL     // cross-entropy + s of that sum, which is scaled to the cross-entropy's size
+} mt_distillation_balance;
 /* Rewards of responses: see data/learn/rewards.h; MODEL: by a reward model. */
 typedef enum mt_reward_kind {
     MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
@@ -871,6 +890,11 @@ mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* True if a mixer attends to keys and values; others have states, or are none. */
+bool mt_mixer_attends(mt_mixer_kind mixer);
+/* Multiplications per token of a layer's mixer in a forward, over sequences of --seq-length, as Megatron counts them.
+ */
+double mt_mixer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
@@ -943,6 +967,8 @@ typedef void mt_host_function(void *context);
      * And for Mamba-2's scan. */                                                                                      \
     OP(delta_workspace_bytes, int64_t, int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train)                  \
     OP(ssd_workspace_bytes, int64_t, int64_t T, const mt_ssd_args *a, bool train)                                      \
+    /* And for sparse attention of T tokens in spans of at most `longest` keys, whose indexer selects topk. */         \
+    OP(sparse_workspace_bytes, int64_t, int64_t T, int64_t longest, int64_t topk)                                      \
     /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: no algorithm is \
      * chosen by measuring, so two runs have the same bits; on the CPU they always do. */                              \
     OP(stream_create, mt_stream *, void *workspace, int64_t workspace_bytes, bool deterministic)                       \
@@ -1627,6 +1653,8 @@ typedef struct mt_indexer_args {
     int64_t first_row, rows; // of queries
     int64_t H, D, topk;
     mt_indexer_ties ties;
+    const int64_t *lengths; // [spans] keys of the whole sequence of a span, which MT_TIES_TORCH counts; NULL: k_len
+    int64_t longest;        // of `lengths`
     float scale;
     const void *q;       // [rows, H, D]
     const void *k;       // [Tk, D]
@@ -1666,7 +1694,9 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+
+#define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
        mt_stream *stream)                                                                                              \
     /* The loss of each query is the Kullback-Leibler divergence of its shares, divided by their sum, from the softmax \
@@ -1675,7 +1705,8 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     OP(sparse_attention_forward, mt_work_sparse_attention(a, 1, 1), (a, dtype, stream), const mt_sparse_attention *a,  \
        mt_dtype dtype, mt_stream *stream)                                                                              \
-    /* dq of all query rows, dk and dv of the key rows, in spans, whose keys are disjoint. */                          \
+    /* dq of all query rows, dk and dv of the key rows, in spans; the keys of two spans begin with the same row, or    \
+     * are disjoint. */                                                                                                \
     OP(sparse_attention_backward, mt_work_sparse_attention(a, 3, 2), (a, dtype, stream), const mt_sparse_attention *a, \
        mt_dtype dtype, mt_stream *stream)                                                                              \
     OP(sparse_attention_shares, mt_work_sparse_attention(a, 1, 0), (a, dtype, stream), const mt_sparse_attention *a,   \
@@ -1995,9 +2026,11 @@ typedef struct mt_cross_entropy_args {
                                    // rank holds it), sum exp(x - max) x; [3, T] without entropy
     float *logp;                   // [T] log-probability of the label
     float *entropy;                // [T] of the distribution, in nats; NULL: not wanted
+    bool squares;                  // on the CPU, without dentropy: `entropy` is the sum of p^2 instead
     float *lse;                    // [T] log-sum-exp of the logits: the backward reads it, and entropy with dentropy
     const float *dlogp, *dentropy; // [T] derivatives of the loss by logp and entropy; dentropy NULL: 0
     void *dlogits;                 // [T, stride]: the backward's result; may be logits
+    float *parts;                  // [ranks, 4, T] scratch of mt_vocab_cross_entropy_forward, with several ranks
 } mt_cross_entropy_args;
 
 /* How a token is sampled. The scores are the logits; temperature 0 takes their argmax. top_k 0, top_p 1, min_p 0 and
@@ -2008,6 +2041,9 @@ typedef struct mt_sampling {
     uint64_t seed;
     bool logprobs;    // compute mt_sampled.logp
     float logp_scale; // of the logits in it: 1 / temperature where training scales them so; 0: 1
+    /* on the CPU: mt_sampled.logp has the bits of a cross-entropy over ranks with this number of columns of the
+     * vocabulary each; 0: it is nearer to the exact value */
+    int64_t training_columns;
 } mt_sampling;
 
 /* A sampled token. Training needs `logp`, the model's own log-probability: log softmax(logp_scale logits)[token].
@@ -2373,6 +2409,7 @@ typedef struct mt_graph mt_graph;
     MT_ATTENTION_OPERATIONS(OP)                                                                                        \
     MT_LINEAR_ATTENTION_OPERATIONS(OP)                                                                                 \
     MT_SSD_OPERATIONS(OP)                                                                                              \
+    MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                                 \
     MT_ACTIVATION_OPERATIONS(OP)                                                                                       \
     MT_ROW_OPERATIONS(OP)                                                                                              \
     MT_ROUTER_OPERATIONS(OP)                                                                                           \
@@ -2442,6 +2479,9 @@ typedef struct mt_ops {
     mt_phase_end_fn *phase_end;
 } mt_ops;
 
+/* The rules between options that the mixers of their layers have. Returns -1 with the first broken one. */
+int mt_mixers_check(const mt_options *options, mt_error *error);
+
 /* Compares finished options with a backend's limits. Returns -1 with the option, its value and the limit.
  * mt_model_create calls it before it allocates anything. */
 int mt_options_check_limits(const mt_options *options, const mt_limits *limits, mt_error *error);
@@ -2456,6 +2496,11 @@ extern const mt_ops mt_cpu_ops;
 /* A line for the user on products of `dtype`: if the processor itself multiplies bf16, or if the OpenBLAS found takes
  * kernels of a much older processor than this one; else NULL. */
 const char *mt_cpu_products_note(mt_dtype dtype);
+
+/* From now on (or no longer) the forwards of the CPU are batch-invariant: a token's numbers do not depend on the other
+ * tokens of a batch, neither on their number. Attention with a cache has them with pages of 128 rows or a multiple.
+ * Products are by this library's own kernels. Mixers with states and fp8 are as before. */
+void mt_cpu_batch_invariant(bool invariant);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
@@ -2688,7 +2733,6 @@ typedef struct mt_tensor_parallel {
     int64_t first_part;  // elements before the parts, which are other ranks' parts of the sums of these rows
     int32_t *part_rows;  // [max_rows, group size] the rows of the parts that add up to each row's sum
     int64_t max_rows, mailbox_bytes;
-    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
 } mt_tensor_parallel;
 
 /* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
@@ -2849,8 +2893,8 @@ void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const i
                                 int64_t first, int64_t count);
 void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
                                  int64_t C, int64_t first, int64_t count);
-/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from logits[T, V/tp]. With several ranks
- * tp->loss_parts is scratch. Its backward, cross_entropy_backward, needs no communication. */
+/* Vocabulary-parallel cross-entropy: logp, entropy and lse of every token, from this rank's columns. Its backward,
+ * cross_entropy_backward, needs no communication. */
 void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, const mt_cross_entropy_args *a);
 
 /* ==== §7b losses after pre-training =============================================================================== */
@@ -2865,7 +2909,7 @@ typedef struct mt_loss_tokens {
         *sequences;    // sequence s has the tokens [q_start, q_start + q_len); tokens in no sequence do not count
     const float *mask; // [T] not 0: the token's label counts (a response)
     const double *logp, *entropy, *values;                                 // [T] of the model; NULL where it has none
-    const double *divergence;                                              // [T] from the teacher; or NULL
+    const double *divergence, *hidden;                                     // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
     const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
@@ -2876,6 +2920,7 @@ typedef struct mt_loss_tokens {
 enum { MT_MAX_LOSS_METRICS = 8 };
 typedef struct mt_loss_sums {
     double loss, count, metrics[MT_MAX_LOSS_METRICS];
+    double divergence_factor, hidden_factor; // of distillation: set to the derivatives of the loss by a token's numbers
 } mt_loss_sums;
 
 typedef struct mt_aggregation {
@@ -2903,6 +2948,16 @@ typedef struct mt_policy_config {
     double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
 } mt_policy_config;
+
+/* A row of the table of policy losses: operands that only some of them read. */
+typedef struct mt_policy_kind {
+    bool clips;          // clip_ratio_low and clip_ratio_high are a range that the user chooses
+    bool selects;        // mt_loss_tokens.selected
+    bool by_sequence;    // a ratio is that of a sequence, not of a token
+    bool mean_of_means;  // always takes MT_SEQ_MEAN_TOKEN_MEAN
+    bool kl_is_absolute; // MT_POLICY_PPO_KL sums |old_logp - logp|
+} mt_policy_kind;
+const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant);
 
 /* Metrics of mt_policy_loss; divisor: MT_POLICY_TOKENS. */
 enum {
@@ -2981,17 +3036,36 @@ typedef struct mt_divergence_config {
 double mt_divergence(const mt_divergence_config *c, const double *student, const double *teacher, int64_t K,
                      double *dstudent);
 
-/* (1 - weight) cross-entropy + weight divergence. */
+/* The loss of one token's hidden state student[C] against the teacher's; dstudent[C], which may be `teacher`, gets the
+ * derivative by the student's. */
+double mt_hidden_loss(mt_hidden_loss_type type, const float *student, const float *teacher, int64_t C, float *dstudent);
+
+enum { MT_MAX_HIDDEN_PAIRS = 16, MT_TAP_FINAL_NORM = -1 };
+
+/* A pair of outputs: of layers, counted from 0, or of the final norms (MT_TAP_FINAL_NORM). */
+typedef struct mt_hidden_pair {
+    int64_t student, teacher;
+    mt_hidden_loss_type type;
+} mt_hidden_pair;
+
+/* With D, H and E the sums of divergence, hidden-state loss (the mean of the pairs) and cross-entropy over the counted
+ * tokens of a micro-batch, the loss is the sum of `balance`. Scales are constants of the gradient: that of H is D / H,
+ * or 0 where H is 0, and that of K = D + scaled H is E / K, or 1 where one of them is 0 (nvidia-modelopt 0.47,
+ * LogitsAndIntermediatesLossBalancer). They depend on the
+ * samples that share a micro-batch, so on its size and on the number of data-parallel ranks, but on no other layout. */
 typedef struct mt_distillation_config {
     mt_divergence_config divergence;
-    double weight;
+    double weight; // w
+    mt_distillation_balance balance;
+    double hidden_weight, scale; // v, s
+    int64_t num_pairs;
+    mt_hidden_pair pairs[MT_MAX_HIDDEN_PAIRS];
 } mt_distillation_config;
 
 /* Metrics of mt_distillation_loss; divisor: the count. */
-enum { MT_DISTILLATION_CROSS_ENTROPY, MT_DISTILLATION_DIVERGENCE };
+enum { MT_DISTILLATION_CROSS_ENTROPY, MT_DISTILLATION_DIVERGENCE, MT_DISTILLATION_HIDDEN };
 
-/* The mean over counted tokens. Adds to sums and to t->dlogp; the derivative by a divergence is c->weight. Reads logp
- * and divergence. */
+/* The mean over counted tokens. Adds to sums and to t->dlogp. Reads logp, divergence, and hidden with pairs. */
 void mt_distillation_loss(const mt_loss_tokens *t, const mt_distillation_config *c, mt_loss_sums *sums);
 
 /* ==== §8 the parameter table ====================================================================================== */
@@ -3271,13 +3345,15 @@ typedef enum mt_loss_input {
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 
-/* Distillation: logits of the teacher for the tokens of a rank whose label counts. They stay in memory until the step
- * ends. */
+/* Distillation: logits of the teacher for the tokens of a rank whose label counts, and its hidden states. They stay in
+ * memory until the step ends. The student's forward replaces logits and hidden states by derivatives. */
 typedef struct mt_teacher_logits {
     int64_t K, count; // K is at most the vocabulary
     int32_t *tokens;  // [count] numbers of these tokens among those of this rank, ascending
     int32_t *ids;     // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
-    float *logits;    // [count, K]; the student's forward replaces them by derivatives of the loss
+    float *logits;    // [count, K]
+    int64_t num_hidden, width;
+    float *hidden; // [count, num_hidden, width] of the pairs of the loss, as wide as the student; or NULL
 } mt_teacher_logits;
 
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
@@ -3429,6 +3505,8 @@ typedef struct mt_model_plan {
     bool train;              // gradients, optimizer state and saved activations
     bool counts;             // only counts bytes: no memory is allocated, and the model can do nothing
     const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
+    int64_t num_taps;        // outputs of layers that a loss or a score sink reads, on the host
+    int64_t taps[MT_MAX_HIDDEN_PAIRS]; // layers from 0, all on the stage with the loss, or MT_TAP_FINAL_NORM
 } mt_model_plan;
 
 /* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. Options, grid,
@@ -3520,6 +3598,10 @@ void mt_model_replay(mt_model *model);
  * the losses of multi-token prediction. */
 void mt_model_backward(mt_model *model);
 
+/* From now on (or no longer) scoring yields the sum of the squared probabilities of each token's distribution in place
+ * of its entropy. On the CPU. */
+void mt_model_score_squares(mt_model *model, bool squares);
+
 /* Copies results of the last forward to the host: logp[T], the log-probability of every token's label; entropy[T]; and
  * logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model calls it and gets them. */
 void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
@@ -3535,6 +3617,25 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
 void mt_model_decode_sample(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                             int64_t num_rows, const mt_sampling *sampling, const double *uniforms, mt_sampled *sampled);
+
+/* Routing replay, on the CPU: the experts of a token, chosen in one pass, are used in others. The probabilities of the
+ * chosen experts are those of the pass at hand. */
+typedef struct mt_routes {
+    int64_t num_layers, topk; // of the whole model; layers without experts, and those of other ranks, are not touched
+    float *experts;           // [rows, num_layers, topk] row token_index of a token; -1: none
+    double replayed;          // choices of a token and a layer that training has replayed, not counting recomputation
+    double differing;         // replayed choices that are not the router's own
+} mt_routes;
+
+/* Elements of mt_routes.experts for `rows` rows; 0: no layer has experts. */
+int64_t mt_routes_size(const mt_options *options, int64_t rows);
+
+/* From now on, all forwards but generation's write the chosen experts to `routes` (replay false), or take the experts
+ * of that table; NULL: neither. */
+void mt_model_use_routes(mt_model *model, mt_routes *routes, bool replay);
+
+/* From now on, generation keeps the experts of the tokens in the cache, for mt_sequence.routes. */
+void mt_model_keep_routes(mt_model *model);
 
 /* Copies rows of the cache, in all layers, before the next forward. */
 typedef struct mt_cache_copy {
@@ -3781,6 +3882,9 @@ int mt_score_tokens(mt_model *model, int64_t micro_batches, mt_batch_source *sou
  * (NULL: not wanted) become its logits. All ranks of a tensor group ask for the same. */
 int64_t mt_score_logits(mt_model *model, int64_t t, float *logits);
 
+/* In a sink: hidden[T, hidden_size] of this rank's tokens at plan->taps[tap]. All ranks of a tensor group call it. */
+void mt_score_hidden(mt_model *model, int64_t tap, float *hidden);
+
 /* One training step over `micro_batches` micro-batches per rank: forwards and backwards in the order of the schedule
  * (in the first step of a pipeline its first micro-batches one at a time before the others), gradients summed over the
  * data group, their norm and clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step,
@@ -3871,7 +3975,12 @@ int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source,
 
 typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_finish;
 
-/* A sequence being generated. */
+/* Sees the model's logits [vocab_size] after sequence->tokens[position], on the host. The token that follows is in
+ * `tokens` already, unless the sequence ends before it. Several threads call it at once, each for another position. */
+struct mt_sequence;
+typedef void mt_logits_view(void *context, const struct mt_sequence *sequence, int64_t position, const float *logits);
+
+/* A sequence being generated. The last fields are for generators of mt_generator_create_mixed. */
 typedef struct mt_sequence {
     int64_t id;         // part of the key of its random draws
     int32_t *tokens;    // [max_tokens] the prompt, then the generated tokens
@@ -3880,8 +3989,14 @@ typedef struct mt_sequence {
     int64_t max_tokens; // the sequence ends at this length
     float *logps;       // [max_tokens - num_prompt] of the generated tokens: mt_sampled.logp; NULL: not kept
     float *sampled_logps;
-    int64_t slot; // of the cache while it runs; -1: it waits or has ended
+    float *routes; // mt_routes.experts of all tokens but the last, written at the end on ranks that computed it, for
+                   // their layers; NULL: not kept
+    int64_t slot;  // of the cache while it runs; -1: it waits or has ended
     mt_finish finish;
+    const mt_sampling *sampling; // its own; NULL: the generator's
+    mt_logits_view *view;        // sees the logits of every new token; NULL: none
+    void *view_context;
+    bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -3896,6 +4011,9 @@ typedef struct mt_sequence {
  * batch. `scratch` has room for 2 vocab_size. */
 mt_sampled mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, const mt_sequence *sequence,
                      int32_t *scratch);
+
+/* log softmax(logits)[token], of logits[vocab_size] whose largest is finite; NaN if none is. */
+float mt_logits_logp(const float *logits, int64_t vocab_size, int32_t token);
 
 /* The ends of a sequence: tokens, and a function that sees every new token. */
 enum { MT_MAX_STOPS = 256 };
@@ -3923,14 +4041,22 @@ typedef struct mt_generator mt_generator;
 /* A generator for a model whose plan has mt_generator_plan or mt_plan_generation. Every rank creates it; the model's
  * weights do not change while it lives. */
 mt_generator *mt_generator_create(mt_model *model, const mt_sampling *sampling, const mt_stops *stops);
+
+/* The same for sequences with settings of their own: samplings that differ, and views of logits. A forward whose
+ * sequences agree and that nobody views samples on the device; any other takes its logits to the host, where they have
+ * memory. max_viewed: rows of logits of prompts in a forward at most; the plan's max_logits is at least its
+ * cache_sequences + max_viewed, and max_viewed at least 1. */
+mt_generator *mt_generator_create_mixed(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
+                                        int64_t max_viewed);
 void mt_generator_destroy(mt_generator *generator);
 
 /* One forward: the next token of each running sequence, and as many tokens of the prompts of others as the plan's
  * max_tokens leaves room for. Sequences wait until one of the plan's cache_sequences is free and the cache has pages
  * for their tokens; the first ones in sequences[count] run first. If the cache is full, the last running one waits
  * again, and its tokens are computed anew. A sequence ends at a stop token, which it includes, or at its max_tokens.
- * Call it with the same sequences, and perhaps more at the end, until none is unfinished; then with others. A prompt
- * that begins as a previous one shares its pages, or what is left of them. Returns the number of unfinished sequences,
+ * Between steps the caller may append sequences, end some by setting `finish`, and leave out ended ones, in
+ * the same order on every rank. A prompt that begins as a previous one shares its pages, or what is left of them.
+ * Returns the number of unfinished sequences,
  * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
@@ -3946,6 +4072,10 @@ typedef struct mt_generator_totals {
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
 
+/* Pages of the cache: all, and the ones with keys and values, of ended sequences too until their pages are needed.
+ */
+void mt_generator_read_pages(const mt_generator *generator, int64_t *all, int64_t *used);
+
 /* ---- continuous batching over a cache in pages (Kwon et al., see mt_pages): the tokens of the next forward, their
  * sequences, and the pages of their keys and values. It knows no model. */
 
@@ -3954,8 +4084,9 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages; // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;   // layers keep states: a text shares a prefix only where a state stands
+    int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;    // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -3964,6 +4095,7 @@ typedef struct mt_batcher {
     mt_batch batch;           // with its page table
     int32_t *cache_rows;      // [num_tokens] where keys and values are written
     int64_t num_logits;       // rows whose logits are needed
+    int64_t num_viewed;       // of them those of tokens within prompts, which give no token
     int32_t *logit_rows;      // [num_logits]
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
@@ -3982,8 +4114,12 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan);
 void mt_batcher_destroy(mt_batcher *batcher);
 
 /* Fills the next forward, and sets the slots of sequences; returns its number of tokens, 0 if no sequence is
- * unfinished. The caller appends a token to every sequence of logit_sequences. See mt_generator_step. */
+ * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
+ * mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* True for a row of logits of a token within a prompt: the token that follows is known. */
+bool mt_batcher_row_is_viewed(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);
 
 /* Fills the batch up to num_tokens tokens, at most page_rows more, with tokens whose results nobody reads. */
 void mt_batcher_pad(mt_batcher *batcher, int64_t num_tokens);

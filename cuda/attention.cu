@@ -53,7 +53,8 @@ __device__ static float dropout_factor(const mt_attention &shape, int64_t head, 
     return word >= masks.threshold ? masks.kept : 0;
 }
 
-template <class E> __global__ void naive_forward(mt_attention shape) {
+/* SELECTS: over the selected keys. */
+template <class E, bool SELECTS> __global__ void naive_forward(mt_attention shape, mt_selection selection) {
     const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v;
     const mt_span span = shape.spans.device[blockIdx.x];
     int lane = threadIdx.x;
@@ -63,8 +64,10 @@ template <class E> __global__ void naive_forward(mt_attention shape) {
         float q_row[CHANNELS], sum[CHANNELS] = {0}, largest = -INFINITY, total = 0;
         load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
         key_range keys = visible_keys(span, i, shape.window);
-        for (int64_t j = keys.first; j < keys.end; j++) {
-            int64_t key = mt_key_row(shape.pages, span.k_start + j);
+        const int32_t *selected = selection.selected + query * selection.topk;
+        if constexpr (SELECTS) keys.end = max(min(keys.end, selection.topk), (int64_t)0);
+        for (int64_t n = keys.first; n < keys.end; n++) {
+            int64_t j = SELECTS ? selected[n] : n, key = mt_key_row(shape.pages, span.k_start + j);
             float row[CHANNELS];
             load_head(row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
             float score = shape.scale * dot(q_row, row), higher = mt_maximum(largest, score);
@@ -97,7 +100,7 @@ __device__ static pair revisit(const float q[CHANNELS], const float k[CHANNELS],
 }
 
 /* row_dot = sum(out dout) and dq, for every query. */
-template <class E> __global__ void naive_backward_q(mt_attention shape) {
+template <class E, bool SELECTS> __global__ void naive_backward_q(mt_attention shape, mt_selection selection) {
     const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v;
     const mt_span span = shape.spans.device[blockIdx.x];
     int lane = threadIdx.x;
@@ -112,8 +115,10 @@ template <class E> __global__ void naive_backward_q(mt_attention shape) {
         float out_dot = dot(other, dout_row);
         if (lane == 0) shape.row_dot[row] = out_dot;
         key_range keys = visible_keys(span, i, shape.window);
-        for (int64_t j = keys.first; j < keys.end; j++) {
-            int64_t key = span.k_start + j;
+        const int32_t *selected = selection.selected + query * selection.topk;
+        if constexpr (SELECTS) keys.end = max(min(keys.end, selection.topk), (int64_t)0);
+        for (int64_t n = keys.first; n < keys.end; n++) {
+            int64_t j = SELECTS ? selected[n] : n, key = span.k_start + j;
             load_head(other, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
             load_head(value, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
             pair p = revisit(q_row, other, value, dout_row, shape.lse[row], out_dot, shape, head, query, key);
@@ -125,7 +130,8 @@ template <class E> __global__ void naive_backward_q(mt_attention shape) {
 }
 
 /* Adds to dk and dv of every key of spans [first, first + gridDim.x) the parts of all queries that attend to it. */
-template <class E> __global__ void naive_backward_kv(int64_t first, mt_attention shape) {
+template <class E, bool SELECTS>
+__global__ void naive_backward_kv(int64_t first, mt_attention shape, mt_selection selection) {
     const E *q = (const E *)shape.q, *k = (const E *)shape.k, *v = (const E *)shape.v, *dout = (const E *)shape.dout;
     const mt_span span = shape.spans.device[first + blockIdx.x];
     int lane = threadIdx.x;
@@ -143,6 +149,7 @@ template <class E> __global__ void naive_backward_kv(int64_t first, mt_attention
             key_range keys = visible_keys(span, i, shape.window);
             if (j < keys.first || j >= keys.end) continue;
             int64_t query = span.q_start + i;
+            if (SELECTS && !(selection.bits[query * selection.words + j / 64] >> j % 64 & 1)) continue;
             for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
                 int64_t row = query * shape.num_heads + head;
                 load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
@@ -190,36 +197,65 @@ static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool
     return dim3((unsigned)count, (unsigned)heads, (unsigned)(blocks < 1024 ? blocks : 1024));
 }
 
-template <class E> static void forward(const mt_attention *a, cudaStream_t stream) {
+template <class E, bool SELECTS>
+static void forward(const mt_attention *a, const mt_selection &selection, cudaStream_t stream) {
     dim3 grid = naive_grid(&a->spans, a->spans.count, a->num_heads, false), block(32, WARPS);
-    naive_forward<E><<<grid, block, 0, stream>>>(*a);
+    naive_forward<E, SELECTS><<<grid, block, 0, stream>>>(*a, selection);
     MT_CUDA_LAUNCHED();
 }
 
-template <class E> static void backward(const mt_attention *a, cudaStream_t stream) {
+template <class E, bool SELECTS>
+static void backward(const mt_attention *a, const mt_selection &selection, cudaStream_t stream) {
     const mt_spans *spans = &a->spans;
     dim3 grid = naive_grid(spans, spans->count, a->num_heads, false), block(32, WARPS);
-    naive_backward_q<E><<<grid, block, 0, stream>>>(*a);
+    naive_backward_q<E, SELECTS><<<grid, block, 0, stream>>>(*a, selection);
     MT_CUDA_LAUNCHED();
     clear_keys<E>(a, stream);
     int64_t together = spans_share_keys(spans) ? 1 : spans->count;
     for (int64_t first = 0; first < spans->count; first += together) {
         dim3 kv_grid = naive_grid(spans, together, a->num_groups, true);
-        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>(first, *a);
+        naive_backward_kv<E, SELECTS><<<kv_grid, block, 0, stream>>>(first, *a, selection);
         MT_CUDA_LAUNCHED();
     }
 }
 
+template <class E> static void forward_all(const mt_attention *a, cudaStream_t stream) {
+    forward<E, false>(a, {}, stream);
+}
+template <class E> static void backward_all(const mt_attention *a, cudaStream_t stream) {
+    backward<E, false>(a, {}, stream);
+}
+template <class E> static void forward_selected(const mt_attention *a, const mt_selection *s, cudaStream_t stream) {
+    forward<E, true>(a, *s, stream);
+}
+template <class E> static void backward_selected(const mt_attention *a, const mt_selection *s, cudaStream_t stream) {
+    backward<E, true>(a, *s, stream);
+}
+
+static bool naive_serves(const mt_attention *a) {
+    return a->head_size <= MAX_CHANNELS && a->value_size <= MAX_CHANNELS;
+}
+
 extern "C" bool mt_attention_naive_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->head_size > MAX_CHANNELS || a->value_size > MAX_CHANNELS) return false;
-    MT_CUDA_DISPATCH(dtype, forward, a, mt_cuda_stream(stream));
+    if (!naive_serves(a)) return false;
+    MT_CUDA_DISPATCH(dtype, forward_all, a, mt_cuda_stream(stream));
     return true;
 }
 
 extern "C" bool mt_attention_naive_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->head_size > MAX_CHANNELS || a->value_size > MAX_CHANNELS) return false;
-    MT_CUDA_DISPATCH(dtype, backward, a, mt_cuda_stream(stream));
+    if (!naive_serves(a)) return false;
+    MT_CUDA_DISPATCH(dtype, backward_all, a, mt_cuda_stream(stream));
     return true;
+}
+
+void mt_selected_naive_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    MT_CHECK(naive_serves(a));
+    MT_CUDA_DISPATCH(dtype, forward_selected, a, s, mt_cuda_stream(stream));
+}
+
+void mt_selected_naive_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    MT_CHECK(naive_serves(a));
+    MT_CUDA_DISPATCH(dtype, backward_selected, a, s, mt_cuda_stream(stream));
 }
 
 /* ---- the ladder and the operations ------------------------------------------------------------------------------- */

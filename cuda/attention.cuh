@@ -23,9 +23,26 @@ extern "C" mt_attention_direction mt_attention_split_backward;
 bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
                       mt_attention_direction *ours);
 
+/* The keys that the queries of sparse attention attend to: see mt_indexer_args. Bit j % 64 of bits[t, j / 64] is set if
+ * query row t attends to key j of its span. */
+struct mt_selection {
+    const int32_t *selected; // [Tq, topk]
+    int64_t topk;
+    const uint64_t *bits; // [Tq, words]
+    int64_t words;
+};
+
+/* Attention over selected keys by the definition, whose forward reads the lists, and by the second rung, which reads
+ * bits and has no dropout. */
+void mt_selected_naive_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+void mt_selected_naive_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_mma_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_mma_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+
 /* Kernel arguments, passed by value. */
 struct flash_tiles {
     float *lse, *row_dot;
+    mt_selection selection;
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
     bool accumulate; // add to dk and dv instead of writing them
@@ -416,13 +433,19 @@ void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *s
 template <class E>
 static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
                                       void (*launch)(const flash_task<E> &task, const mt_attention *a,
-                                                     mt_stream *stream)) {
-    if (!spans_share_keys(&a->spans)) return launch(flash_task_of<E>(a), a, stream);
+                                                     mt_stream *stream),
+                                      const mt_selection &selection = {}) {
+    if (!spans_share_keys(&a->spans)) {
+        flash_task<E> task = flash_task_of<E>(a);
+        task.selection = selection;
+        return launch(task, a, stream);
+    }
     mt_attention_clear_keys(a, std::is_same_v<E, __half> ? MT_F16 : MT_BF16, stream);
     for (int64_t i = 0; i < a->spans.count; i++) {
         mt_attention part = *a;
         part.spans = {a->spans.host + i, a->spans.device + i, 1};
         flash_task<E> task = flash_task_of<E>(&part);
+        task.selection = selection;
         task.accumulate = true;
         launch(task, &part, stream);
     }

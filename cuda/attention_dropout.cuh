@@ -91,9 +91,10 @@ __device__ __forceinline__ void draw_masks(kept_keys<KEYS> *kept, const mt_masks
 
 /* ---- their use --------------------------------------------------------------------------------------------------- */
 
-/* Sets the elements of dropped probabilities to 0. `kept` begins at the warp's first query; rows are queries. */
+/* Sets the elements of dropped probabilities to 0, or to `dropped`. `kept` begins at the warp's first query; rows are
+ * queries. */
 template <int TILES, int N>
-__device__ __forceinline__ void drop_by_row(float (&c)[TILES][N][4], const kept_keys<8 * N> *kept) {
+__device__ __forceinline__ void drop_by_row(float (&c)[TILES][N][4], const kept_keys<8 * N> *kept, float dropped = 0) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -106,14 +107,15 @@ __device__ __forceinline__ void drop_by_row(float (&c)[TILES][N][4], const kept_
                 for (int n = 0; n < 4; n++)
 #pragma unroll
                     for (int e = 0; e < 2; e++)
-                        if (!(mine >> (8 * n + e) & 1)) c[t][4 * word + n][2 * h + e] = 0;
+                        if (!(mine >> (8 * n + e) & 1)) c[t][4 * word + n][2 * h + e] = dropped;
             }
         }
 }
 
 /* The same for a transposed result: `kept` begins at the tile's first query; columns are queries. */
 template <int TILES, int N>
-__device__ __forceinline__ void drop_by_column(float (&c)[TILES][N][4], const kept_keys<16 * TILES> *kept) {
+__device__ __forceinline__ void drop_by_column(float (&c)[TILES][N][4], const kept_keys<16 * TILES> *kept,
+                                               float dropped = 0) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -123,7 +125,7 @@ __device__ __forceinline__ void drop_by_column(float (&c)[TILES][N][4], const ke
             for (int t = 0; t < TILES; t++)
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    if (!(mine >> (16 * t + 8 * h) & 1)) c[t][n][2 * h + e] = 0;
+                    if (!(mine >> (16 * t + 8 * h) & 1)) c[t][n][2 * h + e] = dropped;
         }
 }
 

@@ -15,7 +15,9 @@
  * reaches about two thirds of the rate of Hopper's wgmma, which the next rung uses (attention_hopper.cu).
  *
  * Dropout is a variant of each kernel (DROPS), which draws the masks of a tile before its products
- * (attention_dropout.cuh). It changes the weights that meet values, not their sum. */
+ * (attention_dropout.cuh). It changes the weights that meet values, not their sum. Another variant (SELECTS) is sparse
+ * attention: it reads the bits of the keys that each query attends to, and a warp passes over a tile without such
+ * keys. */
 #include "attention.cuh"
 #include "attention_dropout.cuh"
 #include "mma.cuh"
@@ -159,6 +161,22 @@ __device__ __forceinline__ void draw_by_row(row_masks<QUERIES, KEYS> &to, const 
                            {keys.first - key, keys.end - key});
 }
 
+/* Reads the bits of the selected keys in place of masks that are drawn. `query` is the row of the block's first query,
+ * `rows` the number of its queries in the span. Returns false if the warp's queries attend to no key of the stage. */
+template <int TILES, int QUERIES, int KEYS>
+__device__ __forceinline__ bool select_by_row(row_masks<QUERIES, KEYS> &to, const mt_selection &from, int64_t query,
+                                              int rows, int warp_row, int key) {
+    const int row = warp_row + (int)threadIdx.x % (16 * TILES);
+    const uint32_t *bits = (const uint32_t *)(from.bits + (query + row) * from.words) + key / 32;
+    kept_keys<KEYS> kept;
+#pragma unroll
+    for (int word = 0; word < KEYS / 32; word++) kept.words[word] = row < rows ? bits[word] : 0;
+    __syncwarp(); // the bits of the stage before are no longer read
+    to.kept[row] = kept;
+    __syncwarp();
+    return __any_sync(0xffffffff, kept.words[0] != 0 || kept.words[KEYS / 32 - 1] != 0);
+}
+
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 /* Registers per lane for 16 TILES rows of c: DV / 2 fp32 for each 16 rows of outputs, KEYS / 2 for scores. With two row
@@ -170,7 +188,7 @@ template <int D, int DV> struct forward_size {
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-template <class E, int D, int DV, bool DROPS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
     mma_forward(const flash_task<E> task, const mt_masks masks) {
     using size = forward_size<D, DV>;
@@ -209,10 +227,14 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
         float score[TILES][KEYS / 8][4], shrink[TILES][2];
         if constexpr (DROPS)
             draw_by_row<TILES>(drawn, masks, shape.first_head + t.head, seen, t.first + warp_row, warp_row, key);
+        if constexpr (SELECTS)
+            if (!select_by_row<TILES>(drawn, task.selection, query, rows, warp_row, key)) continue;
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
-        if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
+        if constexpr (SELECTS)
+            drop_by_row(score, drawn.kept + warp_row, -INFINITY);
+        else if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         softmax_step(state, score, shrink, shape.scale * LOG2_E);
         scale_rows(out, shrink);
@@ -265,7 +287,7 @@ template <int D, int DV> struct backward_q_size {
     static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
 };
 
-template <class E, int D, int DV, bool DROPS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     mma_backward_q(const flash_task<E> task, const mt_masks masks) {
     using size = backward_q_size<D, DV>;
@@ -304,12 +326,16 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         float score[TILES][KEYS / 8][4], dp[TILES][KEYS / 8][4];
         if constexpr (DROPS)
             draw_by_row<TILES>(drawn, masks, shape.first_head + t.head, seen, t.first + warp_row, warp_row, key);
+        if constexpr (SELECTS)
+            if (!select_by_row<TILES>(drawn, task.selection, query, rows, warp_row, key)) continue;
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         clear(dp);
         multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
         multiply_rows<E, TILES, KEYS, DV>(dp, dout_tile, v_tile);
-        if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
+        if constexpr (SELECTS)
+            drop_by_row(score, drawn.kept + warp_row, -INFINITY);
+        else if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         weights_by_row(score, stats, shape.scale * LOG2_E);
         if constexpr (DROPS) drop_by_row(dp, drawn.kept + warp_row);
@@ -350,6 +376,25 @@ template <int TILES, int QUERIES> struct column_masks {
     kept_keys<16 * TILES> kept[WARPS][QUERIES];
 };
 
+/* As select_by_row, for `rows` queries from row `query` and the warp's keys, which begin at `key` in the span. */
+template <int TILES, int QUERIES>
+__device__ __forceinline__ bool select_by_column(column_masks<TILES, QUERIES> &to, const mt_selection &from,
+                                                 int64_t query, int rows, int key) {
+    bool any = false;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < QUERIES; i += 32) {
+        const int row = i + (int)threadIdx.x % 32;
+        const uint32_t *bits = (const uint32_t *)(from.bits + (query + row) * from.words) + key / 32;
+        uint32_t word = row < rows && key < 64 * from.words ? bits[0] >> key % 32 : 0;
+        if constexpr (TILES == 1) word &= 0xffff;
+        to.kept[threadIdx.x / 32][row].words[0] = (typename kept_keys<16 * TILES>::word) word;
+        any |= word != 0;
+    }
+    __syncwarp();
+    return __any_sync(0xffffffff, any);
+}
+
 /* Draws the masks of a stage's queries and the warp's 16 TILES keys. `query` and `first_key` are the positions in the
  * span of the stage and of the block's keys. */
 template <int TILES, int QUERIES>
@@ -379,8 +424,8 @@ __device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const floa
 /* Adds the part of one tile of queries to dk and dv. The queries are at `q_tile`, followed by their dout; lse and
  * row_dot are at `stats`; the keys are at `k_tile`, followed by their values. `query` and `key` are the positions in
  * the span of the tile and of the warp's keys. With dropout `kept` are the bits of the queries, and a weight that is
- * kept has the factor `factor`; dv receives it at the end. */
-template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, int TILES, int MK, int MV>
+ * kept has the factor `factor`; dv receives it at the end. In sparse attention `kept` are the selected keys. */
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
                                                  int key, float scale, const kept_keys<16 * TILES> *kept,
@@ -392,7 +437,10 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     uint32_t weights[TILES][QUERIES / 16][4];
     clear(score);
     multiply_rows<E, TILES, QUERIES, D>(score, k_tile, q_tile);
-    if (!all_see(seen, query, QUERIES, key, 16 * TILES)) hide<true>(score, seen, query, key);
+    if constexpr (SELECTS)
+        drop_by_column(score, kept, -INFINITY);
+    else if (!all_see(seen, query, QUERIES, key, 16 * TILES))
+        hide<true>(score, seen, query, key);
     weights_by_column(score, stats, scale * LOG2_E);
     if constexpr (MAKE_DV) {
         if constexpr (DROPS)
@@ -412,7 +460,7 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     }
 }
 
-template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS>
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     mma_backward_kv(const flash_task<E> task, const mt_masks masks) {
     using size = backward_kv_size<D, DV>;
@@ -452,7 +500,13 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         if constexpr (DROPS)
             draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen,
                            first_query + step % tiles * QUERIES, t.first, step % 2);
-        backward_kv_step<E, D, DV, MAKE_DK, MAKE_DV, DROPS>(
+        if constexpr (SELECTS) {
+            const int first = first_query + step % tiles * QUERIES;
+            if (!select_by_column<TILES, QUERIES>(drawn, task.selection, t.span.q_start + first, seen.q_len - first,
+                                                  t.first + threadIdx.x / 32 * 16 * TILES))
+                continue;
+        }
+        backward_kv_step<E, D, DV, MAKE_DK, MAKE_DV, DROPS, SELECTS>(
             dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, first_query + step % tiles * QUERIES,
             t.first + threadIdx.x / 32 * 16 * TILES, shape.scale, drawn.kept[threadIdx.x / 32], masks.kept);
     }
@@ -485,31 +539,34 @@ static void launch(void (*kernel)(flash_task<E>, mt_masks), flash_task<E> task, 
     MT_CUDA_LAUNCHED();
 }
 
-/* Bytes of shared memory of a kernel, with dropout or without. */
-template <class SIZE, bool DROPS> static constexpr int bytes_by_row() {
-    return SIZE::BYTES + (DROPS ? (int)sizeof(row_masks<SIZE::QUERIES, SIZE::KEYS>) : 0);
+/* Bytes of shared memory of a kernel, with masks or without. */
+template <class SIZE, bool MASKS> static constexpr int bytes_by_row() {
+    return SIZE::BYTES + (MASKS ? (int)sizeof(row_masks<SIZE::QUERIES, SIZE::KEYS>) : 0);
 }
-template <class SIZE, bool DROPS> static constexpr int bytes_by_column() {
-    return SIZE::BYTES + (DROPS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
+template <class SIZE, bool MASKS> static constexpr int bytes_by_column() {
+    return SIZE::BYTES + (MASKS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
 }
 
-template <class E, int D, int DV, bool DROPS> static bool forward(const mt_attention *a, mt_stream *stream) {
+template <class E, int D, int DV, bool DROPS, bool SELECTS>
+static bool forward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     using size = forward_size<D, DV>;
-    const int bytes = bytes_by_row<size, DROPS>();
+    const int bytes = bytes_by_row < size, DROPS || SELECTS > ();
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    launch(mma_forward<E, D, DV, DROPS>, flash_task_of<E>(a), a, false, size::QUERIES, bytes, stream);
+    flash_task<E> task = flash_task_of<E>(a);
+    task.selection = selection;
+    launch(mma_forward<E, D, DV, DROPS, SELECTS>, task, a, false, size::QUERIES, bytes, stream);
     return true;
 }
 
-template <class E, int D, int DV, bool DROPS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS>
 static void launch_backward_kv(const flash_task<E> &task, const mt_attention *a, mt_stream *stream) {
     using size = backward_kv_size<D, DV>;
-    const int bytes = bytes_by_column<size, DROPS>();
+    const int bytes = bytes_by_column < size, DROPS || SELECTS > ();
     if constexpr (DV <= 128) {
-        launch(mma_backward_kv<E, D, DV, true, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, true, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
     } else {
-        launch(mma_backward_kv<E, D, DV, true, false, DROPS>, task, a, true, size::KEYS, bytes, stream);
-        launch(mma_backward_kv<E, D, DV, false, true, DROPS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, false, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, false, true, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
     }
 }
 
@@ -530,37 +587,47 @@ void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *str
     return dtype == MT_F16 ? row_dots<__half>(a, stream) : row_dots<bf16>(a, stream);
 }
 
-template <class E, int D, int DV, bool DROPS> static bool backward(const mt_attention *a, mt_stream *stream) {
+template <class E, int D, int DV, bool DROPS, bool SELECTS>
+static bool backward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     using size = backward_q_size<D, DV>;
-    const int bytes = bytes_by_row<size, DROPS>(), kv_bytes = bytes_by_column<backward_kv_size<D, DV>, DROPS>();
+    constexpr bool MASKS = DROPS || SELECTS;
+    const int bytes = bytes_by_row<size, MASKS>(), kv_bytes = bytes_by_column<backward_kv_size<D, DV>, MASKS>();
     if ((bytes > kv_bytes ? bytes : kv_bytes) > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    flash_task<E> task = flash_task_of<E>(a);
+    task.selection = selection;
     row_dots<E>(a, stream);
-    launch(mma_backward_q<E, D, DV, DROPS>, flash_task_of<E>(a), a, false, size::QUERIES, bytes, stream);
-    over_disjoint_keys<E>(a, stream, launch_backward_kv<E, D, DV, DROPS>);
+    launch(mma_backward_q<E, D, DV, DROPS, SELECTS>, task, a, false, size::QUERIES, bytes, stream);
+    over_disjoint_keys<E>(a, stream, launch_backward_kv<E, D, DV, DROPS, SELECTS>, selection);
     return true;
 }
 
 /* A tile has the smallest of these channel counts that holds a head; channels past the head's are 0. */
-template <class E, bool DROPS> static bool forward_of_size(const mt_attention *a, mt_stream *stream) {
+template <class E, bool DROPS, bool SELECTS>
+static bool forward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS>(a, stream);
-    if (D <= 128 && DV <= 128) return forward<E, 128, 128, DROPS>(a, stream);
-    return D <= 192 && DV <= 128 ? forward<E, 192, 128, DROPS>(a, stream) : forward<E, 256, 256, DROPS>(a, stream);
+    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 128 && DV <= 128) return forward<E, 128, 128, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 192 && DV <= 128) return forward<E, 192, 128, DROPS, SELECTS>(a, selection, stream);
+    return forward<E, 256, 256, DROPS, SELECTS>(a, selection, stream);
 }
 
-template <class E, bool DROPS> static bool backward_of_size(const mt_attention *a, mt_stream *stream) {
+template <class E, bool DROPS, bool SELECTS>
+static bool backward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS>(a, stream);
-    if (D <= 128 && DV <= 128) return backward<E, 128, 128, DROPS>(a, stream);
-    return D <= 192 && DV <= 128 ? backward<E, 192, 128, DROPS>(a, stream) : backward<E, 256, 256, DROPS>(a, stream);
+    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 128 && DV <= 128) return backward<E, 128, 128, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 192 && DV <= 128) return backward<E, 192, 128, DROPS, SELECTS>(a, selection, stream);
+    return backward<E, 256, 256, DROPS, SELECTS>(a, selection, stream);
 }
 
 template <class E> static bool forward_of_type(const mt_attention *a, mt_stream *stream) {
-    return a->dropout.p > 0 ? forward_of_size<E, true>(a, stream) : forward_of_size<E, false>(a, stream);
+    return a->dropout.p > 0 ? forward_of_size<E, true, false>(a, {}, stream)
+                            : forward_of_size<E, false, false>(a, {}, stream);
 }
 
 template <class E> static bool backward_of_type(const mt_attention *a, mt_stream *stream) {
-    return a->dropout.p > 0 ? backward_of_size<E, true>(a, stream) : backward_of_size<E, false>(a, stream);
+    return a->dropout.p > 0 ? backward_of_size<E, true, false>(a, {}, stream)
+                            : backward_of_size<E, false, false>(a, {}, stream);
 }
 
 static bool mma_serves(const mt_attention *a, mt_dtype dtype) {
@@ -577,4 +644,16 @@ extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, 
 extern "C" bool mt_attention_mma_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     if (!mma_serves(a, dtype)) return false;
     return dtype == MT_F16 ? backward_of_type<__half>(a, stream) : backward_of_type<bf16>(a, stream);
+}
+
+bool mt_selected_mma_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    if (!mma_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS) || a->dropout.p > 0) return false;
+    return dtype == MT_F16 ? forward_of_size<__half, false, true>(a, *s, stream)
+                           : forward_of_size<bf16, false, true>(a, *s, stream);
+}
+
+bool mt_selected_mma_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    if (!mma_serves(a, dtype) || a->dropout.p > 0) return false;
+    return dtype == MT_F16 ? backward_of_size<__half, false, true>(a, *s, stream)
+                           : backward_of_size<bf16, false, true>(a, *s, stream);
 }

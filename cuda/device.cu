@@ -299,6 +299,10 @@ extern "C" int64_t mt_cuda_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, 
     return mt_cuda_ssd_workspace(T, a, train);
 }
 
+extern "C" int64_t mt_cuda_sparse_workspace_bytes(int64_t T, int64_t longest, int64_t topk) {
+    return mt_cuda_sparse_workspace(T, longest, topk);
+}
+
 extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
     mt_stream *stream = (mt_stream *)mt_calloc(sizeof *stream);
     stream->workspace = workspace;

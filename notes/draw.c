@@ -3885,6 +3885,83 @@ static void draw_half_precision(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 33: serving ------------------------------------------------------------------------------------------------- */
+
+enum { CALLS = 5, CALL_SLOTS = 4, CALL_LENGTH = 64, CALL_ROWS = 8, CALL_LEAST = 8 };
+
+/* Requests to a server. Times are in tokens; a step takes as many as it has, at least CALL_LEAST. */
+static const struct {
+    double arrives, leaves; // its client closes the connection; 0: it waits for the end
+    int64_t prompt, new_tokens;
+} calls[CALLS] = {{0, 0, 6, 14}, {0, 0, 6, 11}, {25, 0, 40, 5}, {34, 130, 6, 12}, {52, 0, 6, 4}};
+
+/* Draws the steps of a server whose steps have at most max_tokens tokens. Returns the longest pause of a stream. */
+static double draw_calls(picture *p, double x, double y, double scale, int64_t max_tokens) {
+    const mt_batcher_plan plan = {.max_sequences = CALL_SLOTS,
+                                  .max_length = CALL_LENGTH,
+                                  .max_tokens = max_tokens,
+                                  .page_rows = CALL_ROWS,
+                                  .num_pages = CALL_SLOTS * CALL_LENGTH / CALL_ROWS};
+    static int32_t tokens[CALLS][CALL_LENGTH];
+    mt_batcher *b = mt_batcher_create(&plan);
+    mt_sequence sequences[CALLS];
+    double now = 0, longest = 0, last[CALLS] = {0};
+    int64_t arrived = 0;
+    for (;;) {
+        for (; arrived < CALLS && calls[arrived].arrives <= now; arrived++) {
+            mt_sequence *s = &sequences[arrived];
+            *s = (mt_sequence){.id = arrived, .tokens = tokens[arrived], .slot = -1};
+            s->num_prompt = s->num_tokens = calls[arrived].prompt;
+            s->max_tokens = s->num_prompt + calls[arrived].new_tokens;
+            for (int64_t t = 0; t < s->num_prompt; t++) s->tokens[t] = (int32_t)(100 * arrived + t);
+        }
+        for (int64_t i = 0; i < arrived; i++)
+            if (calls[i].leaves > 0 && calls[i].leaves <= now) sequences[i].finish = MT_FINISH_STOP;
+        if (mt_batcher_next(b, sequences, arrived) == 0) break;
+        double takes = (double)mt_max(b->batch.num_tokens, CALL_LEAST);
+        for (int64_t i = 0; i < arrived; i++) {
+            int64_t rows = 0;
+            for (int64_t s = 0; s < b->batch.num_spans; s++)
+                if (sequences[i].slot == b->batch.spans[s].k_start / CALL_LENGTH) rows = b->batch.spans[s].q_len;
+            bool reads = sequences[i].num_tokens == sequences[i].num_prompt;
+            double from = x + scale * now, width = scale * takes - 1;
+            if (rows > 0) frame(p, from, y + 22 * (double)i, width, 18, fills[reads ? ORANGE : BLUE]);
+            if (rows > 1) text(p, from + width / 2, y + 22 * (double)i + 13, MIDDLE, "%lld", (long long)rows);
+            if (rows == 0 && sequences[i].finish == MT_UNFINISHED)
+                box(p, from, y + 22 * (double)i, width, 18, "#e4e6e0");
+        }
+        now += takes;
+        for (int64_t l = 0; l < b->num_logits; l++) {
+            int64_t i = b->logit_sequences[l];
+            mt_sequence *s = &sequences[i];
+            if (last[i] > 0) longest = mt_maximum(longest, now - last[i]);
+            last[i] = now, s->tokens[s->num_tokens++] = 1;
+            if (s->num_tokens == s->max_tokens) s->finish = MT_FINISH_LENGTH;
+        }
+    }
+    for (int64_t i = 0; i < CALLS; i++)
+        text(p, x - 8, y + 22 * (double)i + 13, END, "request %lld, %lld + %lld", (long long)i,
+             (long long)calls[i].prompt, (long long)calls[i].new_tokens);
+    mt_batcher_destroy(b);
+    return longest;
+}
+
+static void draw_serving(const char *folder) {
+    picture p =
+        picture_open(folder, "33-serving", "The steps of a server, with whole prompts and with parts", 900, 390);
+    const double x = 160, scale = 3.3;
+    double whole = draw_calls(&p, x, 60, scale, CALL_LENGTH), parts = draw_calls(&p, x, 240, scale, 12);
+    text(&p, 20, 36, START, "Whole prompts: the longest pause of a stream is %.0f tokens", whole);
+    text(&p, 20, 216, START, "At most 12 tokens a step: %.0f tokens", parts);
+    box(&p, x, 364, 10, 10, fills[ORANGE]);
+    text(&p, x + 16, 373, START, "reads its prompt (tokens)");
+    box(&p, x + 220, 364, 10, 10, fills[BLUE]);
+    text(&p, x + 236, 373, START, "writes a token");
+    box(&p, x + 380, 364, 10, 10, "#e4e6e0");
+    text(&p, x + 396, 373, START, "waits; request 3 is cancelled");
+    picture_close(&p);
+}
+
 /* ---- schedules as JSON, for notes/book/explorer.js --------------------------------------------------------------- */
 
 enum { EXPLORED_STAGES = 8, EXPLORED_MICRO_BATCHES = 16, EXPLORED_CHUNKS = 4, ALL_FORWARDS = -1 };
@@ -4042,5 +4119,6 @@ int main(int argc, char **argv) {
     draw_state_spaces(argv[1]);
     draw_sparse_attention(argv[1]);
     draw_half_precision(argv[1]);
+    draw_serving(argv[1]);
     return 0;
 }

@@ -44,7 +44,7 @@ function find_definition(file, name,    line, count, start, has_body, is_it, end
         count = has_body = ends = 0
     }
     close(file)
-    return has_body ? count : 0
+    return has_body && is_it ? count : 0 # not the last definition of a file that ends within its line
 }
 
 # The same for a function in Python, which ends before an empty line.

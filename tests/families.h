@@ -76,7 +76,7 @@ __attribute__((unused)) static bool has_equal_scores(const char *family) {
 
 /* Families that the CPU alone computes. */
 __attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return strcmp(family, "mimo_v2_flash") == 0 || has_indexer(family);
+    return strcmp(family, "mimo_v2_flash") == 0;
 }
 
 #endif

@@ -120,8 +120,8 @@ typedef enum subject {
 #define LATENT_LIKE BARE_LATENT_LIKE " --qk-layernorm --latent-norm-epsilon 1e-6"
 
 #define SPARSE_LIKE                                                                                                    \
-    LATENT_LIKE ON_CPU " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                \
-                       " --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.5"
+    LATENT_LIKE " --q-lora-rank 10 --experimental-attention-variant dsa --dsa-indexer-n-heads 6"                       \
+                " --dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.5"
 
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
@@ -1294,7 +1294,16 @@ static const layout of_sparse_attention[] = {
     {2, SPARSE_MTP, TP "2" SP},
     {2, SPARSE_PACKED, SHARD "optim_grads_params" PREFETCH},
     {2, SPARSE, SHARD "optim" OVERLAP},
+    {2, SPARSE, CP "2"},
+    {2, SPARSE, CP "2" MICRO "2"},
+    {2, SPARSE_SHARED, CP "2"},
+    {2, SPARSE_PACKED, CP "2" BY "all_gather"},
+    {2, SPARSE_MTP, CP "2"},
     {4, SPARSE, TP "4"},
+    {4, SPARSE, CP "4"},
+    {4, SPARSE_PACKED, TP "2" SP CP "2"},
+    {4, SPARSE_SHARED, TP "2" CP "2" SHARD "optim" OVERLAP},
+    {4, SPARSE_SHARED, PP "2" CP "2" ZB},
     {4, SPARSE_PACKED, TP "4" SP},
     {4, SPARSE, TP "4" STEPWISE},
     {4, SPARSE_SHARED, TP "2" SP PP "2" ZB},
@@ -1302,6 +1311,7 @@ static const layout of_sparse_attention[] = {
     {4, SPARSE, TP "2" SP SHARD "optim_grads" OVERLAP},
     {8, SPARSE_PACKED, TP "2" SP PP "2" VP "2" SHARD "optim" PREFETCH},
     {8, SPARSE_SHARED, TP "4" SP PP "2"},
+    {8, SPARSE_PACKED, TP "2" SP PP "2" CP "2"},
 };
 
 static const layout with_multi_token_prediction[] = {
@@ -1630,6 +1640,9 @@ static const family_layout families_on_layouts[] = {
     {4, "glm_moe_dsa", 1, PP "4"},
     {4, "glm_moe_dsa", 1, TP "2" SHARD "optim_grads"},
     {4, "glm_moe_dsa", 1, EP "4"},
+    {2, "deepseek_v32", 1, CP "2"},
+    {4, "glm_moe_dsa", 1, TP "2" SP CP "2"},
+    {4, "glm_moe_dsa_shared", 1, CP "4"},
     {4, "glm_moe_dsa_shared", 1, TP "2" SP PP "2" ZB},
     {4, "glm_moe_dsa_shared", 1, PP "2" EP "2"},
     {8, "glm_moe_dsa_shared", 1, TP "2" SP PP "2" ETP "1" EP "4"},

@@ -511,6 +511,35 @@ static void the_end_of_a_response_is_learnt_from_the_template(void **state) {
     }
 }
 
+/* A model stops at the first end token: what a template writes behind it is no part of the response. */
+static void an_end_token_that_a_template_repeats_counts_once(void **state) {
+    (void)state;
+    static const mt_chat_message messages[] = {{"user", "Q", 1}, {"assistant", "Hi", 2}};
+    mt_ids counts[2] = {{0}, {0}};
+    for (int i = 0; i < 2; i++) {
+        mt_error error;
+        mt_tokenizer *tokenizer;
+        mt_ids ids = {0}, turns = {0};
+        const char *template = i == 0 ? "{% for m in messages %}<turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
+                                      : "{% for m in messages %}<turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
+                                        "<end_of_turn>";
+        mt_chat *chat = open_model(&tokenizer, template);
+        if (!chat) skip();
+        if (mt_chat_encode(chat, messages, 2, false, &ids, &turns, &error) != 0) fail_msg("%s", error.text);
+        for (int64_t k = 0; k < ids.count; k++)
+            if (turns.data[k] >= 0) mt_ids_push(&counts[i], ids.data[k]);
+        free(ids.data);
+        free(turns.data);
+        mt_chat_close(chat);
+        mt_tokenizer_close(tokenizer);
+    }
+    assert_true(counts[0].count > 0);
+    assert_int_equal(counts[1].count, counts[0].count);
+    assert_memory_equal(counts[1].data, counts[0].data, (size_t)counts[0].count * sizeof *counts[0].data);
+    free(counts[0].data);
+    free(counts[1].data);
+}
+
 /* Responses that cannot be found in a text are refused, and so is what the template would leave out. */
 static void unclear_conversations_are_refused(void **state) {
     (void)state;
@@ -714,6 +743,7 @@ int main(void) {
         cmocka_unit_test(a_bad_template_is_an_error),
         cmocka_unit_test(templates_in_jinja_give_the_tokens_of_transformers),
         cmocka_unit_test(the_end_of_a_response_is_learnt_from_the_template),
+        cmocka_unit_test(an_end_token_that_a_template_repeats_counts_once),
         cmocka_unit_test(unclear_conversations_are_refused),
         cmocka_unit_test(a_value_head_is_read_at_the_end_of_a_turn),
         cmocka_unit_test(the_template_is_found_in_the_folder),

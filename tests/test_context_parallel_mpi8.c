@@ -105,8 +105,10 @@ static bool has_windows(const char *family) {
 static void every_comm_type_trains_like_pytorch_on_one_rank(void **state) {
     (void)state;
     if (grid.world.size != 8) skip();
-    for (int k = 0; k < NUM_FAMILIES; k++) // a ring has no windows
-        if (!has_indexer(families[k])) train_over(families[k], 4, has_windows(families[k]) ? "all_gather" : "p2p");
+    for (int k = 0; k < NUM_FAMILIES; k++) { // a ring has neither windows nor selected keys
+        bool gathers = has_windows(families[k]) || has_indexer(families[k]);
+        train_over(families[k], 4, gathers ? "all_gather" : "p2p");
+    }
     train_over("qwen3_next", 8, "p2p");
     train_over("qwen3_5", 2, "a2a");
     train_over("nemotron_h", 8, "all_gather");

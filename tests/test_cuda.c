@@ -39,7 +39,7 @@ typedef struct run {
 } run;
 
 /* The contents of a buffer. */
-typedef enum fill { POISON, NORMAL, POSITIVE, ONES } fill;
+typedef enum fill { POISON, NORMAL, POSITIVE, ONES, WHOLE, SMALL } fill; // SMALL: whole, -2 to 2
 
 static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
     if (mt_dtype_is_half(dtype)) ((uint16_t *)data)[i] = mt_f32_to_half((float)value, dtype);
@@ -74,6 +74,8 @@ static void *numbers(run *r, mt_dtype dtype, int64_t count, fill with, bool is_o
         if (with == NORMAL) value = (uniform + (words[1] + 0.0 + words[2] + words[3]) * 0x1p-32 - 2) * 1.7320508;
         if (with == POSITIVE) value = 0.5 + uniform;
         if (with == ONES) value = words[2] % 4 ? 1 : 0;
+        if (with == WHOLE) value = (double)(words[0] % 127) - 63;
+        if (with == SMALL) value = (double)(words[0] % 5) - 2;
         if (mt_dtype_is_half(rounded) && with != POISON)
             value = mt_half_to_f32(mt_f32_to_half((float)value, rounded), rounded);
         write_element(data, i, dtype, value);
@@ -1010,6 +1012,120 @@ static void attention_backward(run *r, const int64_t *n) {
     r->ops->attention_backward(c, r->dtype, r->stream);
 }
 
+/* ---- sparse attention */
+
+/* Keys that a query row sees; 0 without a span. */
+static int64_t seen_by(const mt_spans *spans, int64_t t) {
+    int64_t begin, end = 0;
+    for (const mt_span *s = spans->host; s < spans->host + spans->count; s++)
+        if (t >= s->q_start && t < s->q_start + s->q_len) mt_span_keys(s, 0, t - s->q_start, &begin, &end);
+    return end;
+}
+
+/* selected[rows, topk]: of a query that sees more than topk keys some of each part of them. */
+static int32_t *make_selected(run *r, const mt_spans *spans, int64_t rows, int64_t topk) {
+    int32_t *data = mt_malloc(rows * topk * 4);
+    for (int64_t t = 0; t < rows; t++) {
+        int64_t seen = seen_by(spans, t);
+        for (int64_t n = 0; n < topk; n++) {
+            int64_t from = n * seen / topk, to = (n + 1) * seen / topk;
+            data[t * topk + n] = (int32_t)(seen <= topk ? (n < seen ? n : -1) : from + (t * 7 + n * 3) % (to - from));
+        }
+    }
+    int32_t *device = upload(r, data, rows * topk, MT_I32, false);
+    free(data);
+    return device;
+}
+
+/* Tables of pages of 8 rows in reverse for `rows` rows of keys. */
+static mt_pages make_pages(run *r, int64_t rows) {
+    enum { ROWS = 8 };
+    int64_t count = mt_divide_up(rows, ROWS);
+    int32_t *table = mt_malloc(count * 4);
+    for (int64_t i = 0; i < count; i++) table[i] = (int32_t)(count - 1 - i);
+    int32_t *device = upload(r, table, count, MT_I32, false);
+    free(table);
+    return (mt_pages){device, ROWS, count};
+}
+
+/* Whole numbers, with which sums are exact in any order, and many scores are equal. Sizes: T, H, D, topk, spans, ties,
+ * pages, rows before those of this rank. */
+static void indexer_forward(run *r, const int64_t *n) {
+    attention_case c;
+    int64_t H = n[1], D = n[2];
+    make_attention(&c, r, (const int64_t[]){n[0], 1, 1, 8, 8, 0, n[4], 0});
+    mt_indexer_args a = {.spans = &c.call.spans, .H = H, .D = D, .topk = n[3], .scale = 0.25f};
+    a.ties = (mt_indexer_ties)n[5], a.first_row = n[7], a.rows = c.queries - n[7];
+    int64_t page_rows = mt_divide_up(c.keys, 8) * 8;
+    if (n[6]) a.pages = make_pages(r, page_rows);
+    a.q = numbers(r, r->dtype, a.rows * H * D, SMALL, false), a.k = numbers(r, r->dtype, page_rows * D, SMALL, false);
+    a.weights = numbers(r, r->dtype, a.rows * H, WHOLE, false), a.selected = int_output(r, a.rows * n[3]);
+    r->ops->indexer_forward(&a, r->dtype, r->stream);
+}
+
+/* A block of 64 queries at most. Sizes: T, H, D, topk, spans, all keys, first row of this rank, first of the block. */
+static void indexer_backward(run *r, const int64_t *n) {
+    attention_case c;
+    int64_t H = n[1], D = n[2], topk = n[3], T = n[0];
+    make_attention(&c, r, (const int64_t[]){T, 1, 1, 8, 8, 0, n[4], 0});
+    mt_indexer_args a = {.spans = &c.call.spans, .H = H, .D = D, .topk = topk, .scale = 0.125f, .coeff = 0.5f};
+    a.first_row = n[6], a.rows = c.queries - n[6], a.block = n[7], a.all_keys = n[5];
+    a.block_rows = mt_min(64, c.queries - a.block), a.width = a.all_keys ? c.keys : topk;
+    a.q = input(r, a.rows * H * D), a.k = input(r, c.keys * D), a.weights = input(r, a.rows * H);
+    a.selected = make_selected(r, &c.call.spans, c.queries, topk) + n[6] * topk;
+    a.shares = float_input(r, a.block_rows * a.width, POSITIVE);
+    a.slopes = float_input(r, a.block_rows * a.width, NORMAL);
+    a.sums = numbers(r, MT_F64, 2, POSITIVE, true);
+    // rows that are not of the block are left alone
+    a.dq = changed(r, a.rows * H * D), a.dweights = changed(r, a.rows * H);
+    a.dk = float_changed(r, c.keys * D, NORMAL);
+    r->ops->indexer_backward(&a, r->dtype, r->stream);
+}
+
+/* Sizes: T, H, G, D, Dv, topk, spans, dropout; with a step of generation the keys are in pages. */
+static mt_sparse_attention make_sparse(attention_case *c, run *r, const int64_t *n) {
+    make_attention(c, r, (const int64_t[]){n[0], n[1], n[2], n[3], n[4], 0, n[6], n[7]});
+    mt_sparse_attention a = {.topk = n[5]};
+    a.selected = make_selected(r, &c->call.spans, c->queries, n[5]);
+    return a;
+}
+
+static void sparse_attention_forward(run *r, const int64_t *n) {
+    attention_case c;
+    mt_sparse_attention a = make_sparse(&c, r, n);
+    if (n[6] == DECODE) c.call.pages = make_pages(r, c.keys);
+    c.call.out = output(r, c.queries * n[1] * n[4]), c.call.lse = float_output(r, c.queries * n[1]);
+    a.attention = c.call;
+    r->ops->sparse_attention_forward(&a, r->dtype, r->stream);
+}
+
+static void sparse_attention_backward(run *r, const int64_t *n) {
+    attention_case c;
+    mt_sparse_attention a = make_sparse(&c, r, n);
+    mt_attention *call = &c.call;
+    call->out = numbers(r, r->dtype, c.queries * n[1] * n[4], POISON, false);
+    call->lse = numbers(r, MT_F32, c.queries * n[1], POISON, false);
+    call->dout = input(r, c.queries * n[1] * n[4]), call->row_dot = float_input(r, c.queries * n[1], NORMAL);
+    bool fused = call->q_stride != n[1] * n[3];
+    int64_t size = mt_dtype_size(r->dtype);
+    char *dq = call->dq = output(r, c.queries * call->q_stride);
+    call->dk = fused ? dq + n[1] * n[3] * size : output(r, c.keys * call->k_stride);
+    call->dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, c.keys * call->v_stride);
+    a.attention = *call;
+    r->ops->sparse_attention_forward(&a, r->dtype, r->stream);
+    r->ops->sparse_attention_backward(&a, r->dtype, r->stream);
+}
+
+/* Sizes: T, H, G, D, first row of the block, topk, spans, all keys. */
+static void sparse_attention_shares(run *r, const int64_t *n) {
+    attention_case c;
+    mt_sparse_attention a = make_sparse(&c, r, (const int64_t[]){n[0], n[1], n[2], n[3], n[3], n[5], n[6], 0});
+    a.attention = c.call, a.block = n[4], a.block_rows = mt_min(64, c.queries - n[4]);
+    a.all_keys = n[7], a.width = a.all_keys ? c.keys : n[5];
+    a.shares = float_output(r, a.block_rows * a.width);
+    r->ops->sparse_attention_shares(&a, r->dtype, r->stream);
+}
+
 /* Sizes: T, heads, first, -, Dv, -, spans, stride beyond the width. */
 static mt_spans upload_spans(run *r, const int64_t *n, mt_span *host, int64_t *rows) {
     int64_t keys, count = make_spans(host, (span_kind)n[6], n[0], rows, &keys);
@@ -1511,6 +1627,63 @@ static const int64_t attention_shapes[][MAX_SIZES] = {
     {40, 2, 1, 128, 128, 9, ONE, 50},     {300, 4, 2, 64, 64, 0, ONE, 10},
     {180, 2, 2, 192, 128, 0, ONE, 10},    {0}};
 
+static const int64_t indexer_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},
+                                                    {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
+                                                    {40, 4, 16, 6, ONE, MT_TIES_FIRST, 0, 0},
+                                                    {333, 6, 8, 5, ONE, MT_TIES_TORCH, 0, 0},
+                                                    {700, 64, 128, 64, ONE, MT_TIES_TORCH, 0},
+                                                    {700, 64, 128, 64, ONE, MT_TIES_FIRST, 0, 333},
+                                                    {1500, 16, 64, 3, ONE, MT_TIES_TORCH, 0, 0},
+                                                    {1025, 3, 24, 100, ONE, MT_TIES_FIRST, 0, 0},
+                                                    {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},
+                                                    {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
+                                                    {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},
+                                                    {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
+                                                    {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0},
+                                                    {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
+                                                    {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
+                                                    {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},
+                                                    {0}};
+static const int64_t indexer_loss_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, 1, 0, 0},
+                                                         {40, 4, 16, 6, ONE, 1, 0, 0},
+                                                         {40, 4, 16, 6, ONE, 0, 0, 0},
+                                                         {200, 64, 128, 32, ONE, 1, 0, 128},
+                                                         {200, 64, 128, 32, ONE, 0, 100, 64},
+                                                         {150, 3, 33, 5, PACKED, 1, 0, 64},
+                                                         {150, 3, 33, 5, PACKED, 0, 20, 0},
+                                                         {100, 130, 24, 7, ONE, 1, 30, 0},
+                                                         {90, 20, 40, 9, CONTINUED, 1, 0, 0},
+                                                         {150, 16, 64, 5, PACKED, 1, 0, 0},
+                                                         {0}};
+static const int64_t sparse_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
+                                                   {40, 2, 2, 16, 8, 6, ONE, 0},
+                                                   {300, 4, 2, 64, 64, 40, ONE, 0},
+                                                   {300, 2, 2, 192, 128, 33, ONE, 0},
+                                                   {129, 2, 1, 128, 128, 17, ONE, 0},
+                                                   {200, 2, 2, 256, 256, 20, ONE, 0},
+                                                   {200, 6, 2, 40, 40, 9, PACKED, 0},
+                                                   {150, 2, 2, 33, 20, 9, PACKED, 0},
+                                                   {300, 4, 4, 64, 64, 40, PACKED, 0},
+                                                   {90, 4, 2, 24, 16, 7, CONTINUED, 0},
+                                                   {70, 4, 2, 64, 64, 12, ONE, 30},
+                                                   {200, 2, 2, 96, 64, 500, ONE, 0},
+                                                   {0}};
+static const int64_t sparse_decode_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
+                                                          {300, 2, 2, 192, 128, 33, ONE, 0},
+                                                          {200, 6, 2, 40, 40, 9, PACKED, 0},
+                                                          {150, 2, 2, 33, 20, 9, PACKED, 0},
+                                                          {200, 2, 2, 256, 256, 20, ONE, 0},
+                                                          {40, 4, 4, 192, 128, 11, DECODE, 0},
+                                                          {33, 4, 2, 24, 16, 5, DECODE, 0},
+                                                          {90, 4, 2, 24, 16, 7, CONTINUED, 0},
+                                                          {70, 4, 2, 64, 64, 12, ONE, 30},
+                                                          {200, 2, 2, 96, 64, 500, ONE, 0},
+                                                          {0}};
+static const int64_t shares_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 8, 0, 1, ONE, 1},        {40, 4, 4, 24, 0, 6, ONE, 1},        {40, 4, 2, 33, 0, 6, ONE, 0},
+    {200, 3, 3, 192, 128, 20, ONE, 1}, {200, 3, 3, 192, 64, 20, ONE, 0},    {150, 2, 1, 40, 64, 5, PACKED, 1},
+    {150, 2, 2, 64, 0, 5, PACKED, 0},  {90, 2, 2, 16, 10, 5, CONTINUED, 1}, {0}};
+
 static const int64_t merge_shapes[][MAX_SIZES] = {
     {1, 1, 0, 0, 8, 0, ONE, 0},       {100, 4, 0, 1, 64, 0, ONE, 8},    {129, 3, 1, 0, 128, 0, PACKED, 0},
     {200, 5, 0, 0, 24, 0, PACKED, 3}, {65, 2, 0, 1, 20, 0, PACKED, 4},  {77, 2, 1, 1, 256, 0, ONE, 16},
@@ -1713,6 +1886,11 @@ static operation operations[] = {
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"indexer_forward", indexer_forward, 0, indexer_shapes, {0}},
+    {"indexer_backward", indexer_backward, ONCE, indexer_loss_shapes, {0}},
+    {"sparse_attention_forward", sparse_attention_forward, 5e-3, sparse_decode_shapes, {0}},
+    {"sparse_attention_backward", sparse_attention_backward, 1e-2, sparse_shapes, {0}},
+    {"sparse_attention_shares", sparse_attention_shares, ONCE, shares_shapes, {0}},
     {"attention_merge", attention_merge, ONCE, merge_shapes, {0}},
     {"sink_forward", sink_forward, ONCE, merge_shapes, {0}},
     {"sink_backward", sink_backward, ONCE, merge_shapes, {0}},
@@ -1959,7 +2137,7 @@ static void every_operation_is_tested(void **state) {
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0 ||
                      strcmp(all[i], "delta_workspace_bytes") == 0 || strcmp(all[i], "ssd_workspace_bytes") == 0 ||
-                     strcmp(all[i], "first_use_waits") == 0;
+                     strcmp(all[i], "sparse_workspace_bytes") == 0 || strcmp(all[i], "first_use_waits") == 0;
         for (size_t j = 0; j < sizeof elsewhere / sizeof *elsewhere; j++)
             found |= strncmp(all[i], elsewhere[j], strlen(elsewhere[j])) == 0;
         for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;

@@ -1047,6 +1047,77 @@ static void sequences_that_wait_share_or_are_put_back_equal_single_runs(void **s
     }
 }
 
+/* The log-probabilities that a view has seen, by position. */
+typedef struct seen {
+    float logps[64];
+    int64_t vocab_size, times[64];
+} seen;
+
+static void note_logp(void *context, const mt_sequence *sequence, int64_t position, const float *logits) {
+    seen *s = context;
+    if (position + 1 < sequence->num_tokens)
+        s->logps[position] = mt_logits_logp(logits, s->vocab_size, sequence->tokens[position + 1]);
+    s->times[position]++;
+}
+
+/* Sequences with samplings of their own arrive and leave between steps; some are viewed, from the prompt on or not;
+ * two are ended early. Each other one has the tokens of its own run, and views see each position once, with the
+ * log-probability that a run alone gives. A sequence may only be read. */
+static void sequences_with_settings_of_their_own_equal_single_runs(void **state) {
+    (void)state;
+    enum { COUNT = 10, VIEWED = 6, READ_ONLY = 9 };
+    const mt_sampling samplings[] = {{.top_p = 1, .logprobs = true},
+                                     {.temperature = 1, .top_p = 0.9, .seed = 3, .logprobs = true},
+                                     {.temperature = 0.7, .top_p = 1, .top_k = 9, .seed = 5, .logprobs = true},
+                                     {.top_p = 1, .repetition_penalty = 1.4, .logprobs = true}};
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        mt_run_options options = read_family(k);
+        mt_sequence alone[COUNT], together[COUNT];
+        seen *views = mt_calloc(2 * COUNT * (int64_t)sizeof *views);
+        mt_model_plan plan = {.max_tokens = 9, .page_rows = 4, .max_logits = 5 + VIEWED};
+        mt_error error;
+        mt_plan_generation(&plan, 5, 64, 0);
+        for (int32_t s = 0; s < COUNT; s++) {
+            int32_t prompt[64];
+            int64_t count = 1 + 5 * (s % 5);
+            for (int32_t i = 0; i < count; i++) prompt[i] = (i * 31 + s / 5) % (int32_t)options.stack.vocab_size;
+            alone[s] = begin(&options, s, prompt, count, 64), together[s] = begin(&options, s, prompt, count, 64);
+            run(&options, &alone[s], 1, 0, &samplings[s % 4], &no_stops);
+            together[s].sampling = &samplings[s % 4];
+            views[s].vocab_size = options.stack.vocab_size;
+            if (s % 3 == 0) together[s].view = note_logp, together[s].view_context = &views[s];
+            together[s].views_prompt = s % 3 == 0 && s % 2 == 1;
+        }
+        together[READ_ONLY].max_tokens = together[READ_ONLY].num_prompt;
+        mt_model *model = create_model(&options, &plan);
+        mt_generator *generator = mt_generator_create_mixed(model, &samplings[0], &no_stops, VIEWED);
+        int64_t left = 1, first = 0, count = 4, steps = 0;
+        for (; left > 0 || count < COUNT; steps++) {
+            if ((left = mt_generator_step(generator, together + first, count - first, &error)) < 0)
+                fail_msg("%s", error.text);
+            if (steps % 4 == 3 && count < COUNT) count += 2;
+            if (steps == 6) together[1].finish = together[2].finish = MT_FINISH_STOP; // their clients have gone
+            while (first < count - 1 && together[first].finish != MT_UNFINISHED && steps > 8) first++;
+        }
+        mt_generator_destroy(generator);
+        mt_model_destroy(model);
+        for (int s = 0; s < COUNT; s++) {
+            int64_t n = together[s].num_tokens, prompt = together[s].num_prompt;
+            bool whole = s != 1 && s != 2 && s != READ_ONLY;
+            if (whole) n = assert_same_text(&options, &samplings[s % 4], &together[s], &alone[s]);
+            if (s == READ_ONLY) assert_int_equal(n, prompt);
+            for (int64_t p = 0; p < 63 && together[s].view && whole; p++)
+                assert_int_equal(views[s].times[p],
+                                 p + 1 < together[s].num_tokens && (p + 1 >= prompt || together[s].views_prompt));
+            for (int64_t p = prompt - 1; p + 1 < n && together[s].view && whole; p++)
+                assert_true(fabsf(views[s].logps[p] - alone[s].logps[p + 1 - prompt]) <= 2e-5f);
+            mt_sequence_end(&alone[s]), mt_sequence_end(&together[s]);
+        }
+        free(views);
+        mt_options_free(&options);
+    }
+}
+
 /* Samples for training: log-probabilities are those of a forward over the whole sequence; ids make samples differ. */
 static void rollouts_have_the_log_probabilities_of_training(void **state) {
     (void)state;
@@ -1440,6 +1511,7 @@ int main(void) {
         cmocka_unit_test(samples_of_a_prompt_share_its_pages),
         cmocka_unit_test(samples_of_a_prompt_share_its_state),
         cmocka_unit_test(sequences_that_wait_share_or_are_put_back_equal_single_runs),
+        cmocka_unit_test(sequences_with_settings_of_their_own_equal_single_runs),
         cmocka_unit_test(rollouts_have_the_log_probabilities_of_training),
         cmocka_unit_test(damaged_weights_end_generation_with_a_message),
         cmocka_unit_test(prompts_that_cannot_be_continued_are_refused),

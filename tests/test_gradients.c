@@ -14,7 +14,7 @@
 
 #include <cmocka.h>
 
-enum { TOKENS = 32, VOCABULARY = 64 };
+enum { TOKENS = 32, VOCABULARY = 64, HIDDEN = 16, PAIRS = 3 };
 
 /* ---- a teacher: logits of the tokens whose label counts */
 
@@ -25,7 +25,7 @@ typedef struct teacher {
     bool knows_labels; // gives each label a probability of nearly 1
     mt_teacher_logits logits;
     int32_t tokens[TOKENS], ids[TOKENS * VOCABULARY];
-    float values[TOKENS * VOCABULARY];
+    float values[TOKENS * VOCABULARY], hidden[TOKENS * PAIRS * HIDDEN];
 } teacher;
 
 static teacher *the_teacher; // of batches; NULL: none
@@ -33,8 +33,10 @@ static teacher *the_teacher; // of batches; NULL: none
 /* The student's forward overwrites the logits, so every batch gets them anew. 5 and the vocabulary have no common
  * factor: the ids of a token are different. */
 static void teach(teacher *from, mt_batch *batch) {
-    from->logits = (mt_teacher_logits){from->K, 0, from->tokens, from->ids, from->values};
+    from->logits = (mt_teacher_logits){.K = from->K, .tokens = from->tokens, .ids = from->ids, .logits = from->values};
     if (from->K == VOCABULARY) from->logits.ids = NULL;
+    from->logits.num_hidden = from->config.num_pairs, from->logits.width = HIDDEN, from->logits.hidden = from->hidden;
+    for (int i = 0; i < TOKENS * PAIRS * HIDDEN; i++) from->hidden[i] = sinf((float)(i * 13));
     for (int64_t t = 0; t < TOKENS; t++) {
         batch->loss_mask[t] = t % 5 != 3;
         if (t % 5 == 3) continue;
@@ -110,6 +112,8 @@ static void subject_open(subject *s, const char *words) {
         fail_msg("%s", error.text);
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = 16, .train = true};
     plan.loss = the_loss;
+    for (int k = 0; the_teacher && k < the_teacher->config.num_pairs; k++)
+        plan.taps[plan.num_taps++] = the_teacher->config.pairs[k].student;
     if (mt_model_create(&s->model, &s->options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0)
         fail_msg("%s", error.text);
     mt_model_init(s->model);
@@ -226,6 +230,29 @@ static void every_gradient_is_the_slope_of_the_loss(void **state) {
 #define UNEVEN_EXPERTS                                                                                                 \
     " --num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-aux-loss-coeff "
 
+/* The angles of layers that have windows: latent attention's too. */
+static void windows_have_angles_of_their_own(void **state) {
+    (void)state;
+    static const char *const kinds[] = {"", " --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+                                            "--qk-pos-emb-head-dim 8 --v-head-dim 8"};
+    static const char *const angles[] = {"--rotary-base 100", "--rotary-base 7 --window-rotary-base 100",
+                                         "--rotary-base 7"};
+    for (int kind = 0; kind < 2; kind++) {
+        double losses[3];
+        for (int i = 0; i < 3; i++) {
+            subject s;
+            char words[512];
+            snprintf(words, sizeof words, "--num-layers 2 --position-embedding-type rope --window-size 4 %s%s",
+                     angles[i], kinds[kind]);
+            subject_open(&s, words);
+            losses[i] = loss_at(&s, MT_NUM_ROLES, 0);
+            subject_close(&s);
+        }
+        assert_true(losses[0] == losses[1]);
+        assert_true(losses[0] != losses[2]);
+    }
+}
+
 /* With all three auxiliary losses, every gradient is that without any plus what each loss adds alone. */
 static void auxiliary_losses_add_their_gradients(void **state) {
     (void)state;
@@ -318,7 +345,8 @@ static void gradients_of_distillation_are_slopes_of_its_loss(void **state) {
         char words[200];
         subject s;
         int roles = 0;
-        from = (teacher){.config = {{(mt_divergence_type)type, 1.5, 0.2, 0.5}, 0.8}, .K = type % 2 ? 7 : VOCABULARY};
+        from = (teacher){.config = {{(mt_divergence_type)type, 1.5, 0.2, 0.5}, .weight = 0.8},
+                         .K = type % 2 ? 7 : VOCABULARY};
         snprintf(words, sizeof words, "--num-layers 2 --untie-embeddings-and-output-weights");
         subject_open_distilled(&s, &from, words);
         fill(NULL, 0, &s.batch, NULL);
@@ -332,12 +360,78 @@ static void gradients_of_distillation_are_slopes_of_its_loss(void **state) {
     the_teacher = NULL, the_loss = NULL;
 }
 
+#define HIDDEN_PAIRS                                                                                                   \
+    .num_pairs = PAIRS,                                                                                                \
+    .pairs = {{0, 0, MT_HIDDEN_COSINE}, {MT_TAP_FINAL_NORM, 0, MT_HIDDEN_COSINE}, {1, 0, MT_HIDDEN_MSE}}
+
+/* Outputs of layers and of the final norm, with and without recomputation. */
+static void gradients_of_hidden_state_losses_are_slopes(void **state) {
+    (void)state;
+    static teacher from;
+    static const char *const cases[] = {
+        "--num-layers 3", "--num-layers 3 --norm-placement both --normalization RMSNorm",
+        "--num-layers 3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+        EVERY_EXPERT};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        subject s;
+        int roles = 0;
+        from = (teacher){.config = {{MT_FORWARD_KL, 1.5, 0, 0}, .weight = 0.8, .hidden_weight = 2, HIDDEN_PAIRS},
+                         .K = VOCABULARY};
+        subject_open_distilled(&s, &from, cases[i]);
+        double with = loss_at(&s, MT_NUM_ROLES, 0);
+        for (int role = 0; role < MT_NUM_ROLES; role++) roles += expect_slope(&s, (mt_role)role, cases[i]);
+        assert_true(roles >= 6);
+        from.config.hidden_weight = 0; // the model reads it again
+        assert_true(with > loss_at(&s, MT_NUM_ROLES, 0) + 1);
+        subject_close(&s);
+    }
+    the_teacher = NULL, the_loss = NULL;
+}
+
+/* The gradients of a balanced loss are those of fixed weights of the same size. */
+static void balances_have_the_gradients_of_their_weights(void **state) {
+    (void)state;
+    static teacher from;
+    const char *words = "--num-layers 2";
+    subject entropy, divergence, both;
+    from = (teacher){.config = {{MT_FORWARD_KL, 1.5, 0, 0}, .weight = 0, HIDDEN_PAIRS}, .K = VOCABULARY};
+    subject_open_distilled(&entropy, &from, words);
+    double E = loss_at(&entropy, MT_NUM_ROLES, 0);
+    from.config.weight = 1;
+    subject_open_distilled(&divergence, &from, words);
+    double D = loss_at(&divergence, MT_NUM_ROLES, 0);
+    from.config.hidden_weight = 1;
+    subject_open_distilled(&both, &from, words);
+    double H = loss_at(&both, MT_NUM_ROLES, 0) - D, scale = 3;
+    for (int all = 0; all < 2; all++) {
+        subject s;
+        from.config.balance = all ? MT_DISTILL_BALANCE_ALL : MT_DISTILL_BALANCE_HIDDEN, from.config.scale = scale;
+        subject_open_distilled(&s, &from, words);
+        double want = all ? E + scale * E : 2 * D, got = loss_at(&s, MT_NUM_ROLES, 0);
+        if (!(fabs(got - want) <= 1e-5 * want)) fail_msg("balance %d: loss %.9g, not %.9g", all, got, want);
+        for (int64_t i = 0; i < s.num_params; i++) {
+            double difference = 0, norm = 0, of_both = all ? scale * E / (2 * D) : 1;
+            for (int64_t k = 0; k < s.params[i].rows * s.params[i].cols; k++) {
+                double plain = (double)divergence.gradients[i][k], hidden = (double)both.gradients[i][k] - plain;
+                double whole = of_both * (plain + D / H * hidden) + (all ? (double)entropy.gradients[i][k] : 0);
+                difference += pow((double)s.gradients[i][k] - whole, 2), norm += whole * whole;
+            }
+            if (!(sqrt(difference) <= 1e-4 * sqrt(norm) + 1e-5))
+                fail_msg("balance %d, role %d: %g from a gradient of norm %g", all, (int)s.params[i].role,
+                         sqrt(difference), sqrt(norm));
+        }
+        subject_close(&s);
+    }
+    the_teacher = NULL, the_loss = NULL;
+    subject_close(&entropy), subject_close(&divergence), subject_close(&both);
+}
+
 /* Forward KL from a teacher that is sure of the labels is the cross-entropy. */
 static void a_teacher_that_is_sure_gives_the_gradients_of_labels(void **state) {
     (void)state;
     static teacher from;
     subject plain, s;
-    from = (teacher){.config = {{MT_FORWARD_KL, 1, 0, 0}, 0.6}, .K = VOCABULARY, .knows_labels = true};
+    from = (teacher){.config = {{MT_FORWARD_KL, 1, 0, 0}, .weight = 0.6}, .K = VOCABULARY, .knows_labels = true};
     subject_open_distilled(&s, &from, "--num-layers 2");
     the_loss = NULL; // the same batch
     subject_open(&plain, "--num-layers 2");
@@ -421,10 +515,13 @@ static void equal_experts_compute_the_mlp_that_each_of_them_is(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_gradient_is_the_slope_of_the_loss),
+        cmocka_unit_test(windows_have_angles_of_their_own),
         cmocka_unit_test(auxiliary_losses_add_their_gradients),
         cmocka_unit_test(a_router_with_drawn_logits_gets_their_gradient),
         cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),
         cmocka_unit_test(gradients_of_distillation_are_slopes_of_its_loss),
+        cmocka_unit_test(gradients_of_hidden_state_losses_are_slopes),
+        cmocka_unit_test(balances_have_the_gradients_of_their_weights),
         cmocka_unit_test(a_teacher_that_is_sure_gives_the_gradients_of_labels),
         cmocka_unit_test(equal_experts_compute_the_mlp_that_each_of_them_is),
         cmocka_unit_test(gradients_of_chosen_experts_are_slopes_of_the_loss),

@@ -1,5 +1,5 @@
 /* The kernels of linear attention against their definitions, token by token in float64. */
-// Sections of megatron.c: §17 §17a §18 §18a
+// Sections of megatron.c: §3f §17 §17a §18 §18a
 #include "megatron.h"
 
 #include <setjmp.h>

@@ -314,6 +314,16 @@ adapters_are_not_looked_for_in_a_full_run() {
         --prompt-tokens 1 --print-tokens --device cpu
 }
 
+# The messages name --save, which was given, and an option that helps.
+a_run_goes_on_with_adapters_or_without_as_it_began() {
+    set -- "$train" --load $base --tokens-file $base/tokens.i32 --seq-length 32 --train-iters 2 --lr 1e-2 --device cpu \
+        --auto-resume --save
+    refused "run of --save $work/full has no adapters; leave out --lora-rank" "$@" "$work/full" --lora-rank 4 \
+        --lora-target q_proj && tunes --train-iters 1 --save "$work/adapted" || return 1
+    refused "run of --save $work/adapted has adapters; give its --lora-rank" "$@" "$work/adapted" &&
+        refused 'adapter of .* has 4; give that' "$@" "$work/adapted" --lora-rank 8 --lora-target all-linear
+}
+
 # A download that broke off leaves links without files; a damaged digit in config.json must not take memory.
 what_a_folder_lacks_is_named_before_memory_is_taken() {
     set -- "$infer" --prompt-tokens 1 --print-tokens --device cpu --load "$work/links"
@@ -392,6 +402,7 @@ check one_adapter_in_other_words one_adapter_in_other_words
 check what_an_adapter_may_not_ask_for_is_refused what_an_adapter_may_not_ask_for_is_refused
 check matrices_that_have_no_adapters_are_explained matrices_that_have_no_adapters_are_explained
 check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a_full_run
+check a_run_goes_on_with_adapters_or_without_as_it_began a_run_goes_on_with_adapters_or_without_as_it_began
 check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused
 check an_adapter_is_no_model an_adapter_is_no_model

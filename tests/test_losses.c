@@ -573,8 +573,9 @@ static void check_advantages(void) {
     mt_token_rewards(advantages, &tokens, scores, 0, MT_KL_K1, 0);
     for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == rewards[i]);
 
-    mt_advantage_tokens t = {in.tokens, in.rows,       in.sequences, in.mask, groups,
-                             rewards,   in.old_values, advantages,   returns, baselines};
+    mt_advantage_tokens t = {in.tokens,     in.rows,    in.sequences, in.mask,   groups, rewards,
+                             in.old_values, advantages, returns,      baselines, 0,      NULL,
+                             NULL,          NULL,       NULL,         NULL};
     json_object_foreach((json_t *)section, name, entry) {
         if (strcmp(name, "inputs") == 0) continue;
         mt_advantage_config c = parse_advantage(name);
@@ -602,6 +603,64 @@ static void advantages_equal_verl(void **state) {
     file_at_hand = FIRST;
 }
 
+/* GDPO's by verl's code in float64, with rewards of its own; GIGPO's of one turn are GRPO's, STEP_REINFORCE's
+ * REINFORCE's. */
+static void advantages_of_several_rewards_equal_verl(void **state) {
+    (void)state;
+    static double advantages[MAX_TOKENS], returns[MAX_TOKENS], others[MAX_TOKENS], rewards[MAX_TOKENS];
+    static double squares[MAX_TOKENS];
+    static double numbers[MAX_ROWS * MAX_COLUMNS];
+    double groups_read[MAX_COLUMNS], weights[2];
+    int64_t groups[MAX_ROWS], two = 2;
+    file_at_hand = SECOND;
+    json_t *root = read_golden();
+    json_error_t problem;
+    json_t *newer = json_load_file("tests/golden/losses/losses3.json", JSON_REJECT_DUPLICATES, &problem);
+    if (!newer) fail_msg("losses3.json:%d: %s", problem.line, problem.text);
+    read_inputs(root);
+    const json_t *inputs = member(member(root, "the file", "advantage"), "advantage", "inputs");
+    read_vector(member(inputs, "inputs", "group"), "group", groups_read, &in.rows);
+    read_matrix(member(inputs, "inputs", "token_level_rewards"), "token_level_rewards", rewards, &in.rows, &in.columns);
+    for (int64_t r = 0; r < in.rows; r++) groups[r] = (int64_t)groups_read[r];
+    const json_t *given = member(newer, "the file", "inputs"), *expected = member(newer, "the file", "advantage");
+    read_matrix(member(given, "inputs", "reward_parts"), "reward_parts", numbers, &two, &in.rows);
+    read_vector(member(given, "inputs", "reward_weights"), "reward_weights", weights, &two);
+    const double *parts[] = {numbers, numbers + in.rows};
+    mt_advantage_tokens t = {in.tokens,     in.rows,     in.sequences, in.mask, groups, rewards,
+                             in.old_values, advantages,  returns,      NULL,    2,      weights,
+                             parts,         in.old_logp, squares,      NULL};
+    mt_advantage_config c = {.estimator = MT_ADV_GDPO, .gamma = 0.9, .norm_by_std = true, .step_weights = 1.5};
+    for (int std = 1; std >= 0; std--, c.norm_by_std = false) {
+        c.estimator = MT_ADV_GDPO;
+        mt_advantages(&t, &c);
+        check_tokens(member(expected, "advantage", std ? "gdpo" : "gdpo without std"), "gdpo", advantages, NULL);
+        for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == returns[i]);
+        c.estimator = MT_ADV_GIGPO;
+        mt_advantages(&t, &c);
+        memcpy(others, advantages, sizeof others);
+        c.estimator = MT_ADV_GRPO;
+        mt_advantages(&t, &c);
+        for (int64_t i = 0; i < in.tokens; i++) assert_true(others[i] == 1.5 * advantages[i]);
+    }
+    c.estimator = MT_ADV_OPTIMAL_TOKEN_BASELINE, c.gamma = 1;
+    read_matrix(member(given, "inputs", "sum_pi_squared"), "sum_pi_squared", squares, &in.rows, &in.columns);
+    for (int weighted = 0; weighted < 2; weighted++) {
+        const char *otb = weighted ? "optimal_token_baseline with rollout_is_weights" : "optimal_token_baseline";
+        t.rollout_weights = weighted ? in.rollout_weights : NULL;
+        mt_advantages(&t, &c);
+        check_tokens(member(member(expected, "advantage", otb), otb, "advantages"), otb, advantages, NULL);
+        check_tokens(member(member(expected, "advantage", otb), otb, "returns"), otb, returns, NULL);
+    }
+    c.estimator = MT_ADV_STEP_REINFORCE, c.gamma = 0.9;
+    mt_advantages(&t, &c);
+    memcpy(others, advantages, sizeof others);
+    c.estimator = MT_ADV_REINFORCE;
+    mt_advantages(&t, &c);
+    assert_memory_equal(others, advantages, sizeof others);
+    json_decref(root), json_decref(newer);
+    file_at_hand = FIRST;
+}
+
 /* Rewards 1 at token 1 and 2 at token 4; token 3 does not count. */
 static void discounted_returns_pass_over_uncounted_tokens(void **state) {
     (void)state;
@@ -610,7 +669,8 @@ static void discounted_returns_pass_over_uncounted_tokens(void **state) {
     double rewards[] = {0, 1, 0, 100, 2}, advantages[5], returns[5];
     const double expected[] = {0.5 * (1 + 0.5 * 0.5 * 2), 1 + 0.5 * 0.5 * 2, 0.5 * 2, 0, 2};
     mt_advantage_config c = {.estimator = MT_ADV_REINFORCE, .gamma = 0.5};
-    mt_advantage_tokens t = {5, 1, &span, mask, NULL, rewards, NULL, advantages, returns, NULL};
+    mt_advantage_tokens t = {5,       1,    &span, mask, NULL, rewards, NULL, advantages,
+                             returns, NULL, 0,     NULL, NULL, NULL,    NULL, NULL};
     mt_advantages(&t, &c);
     for (int i = 0; i < 5; i++) assert_true(advantages[i] == expected[i] && returns[i] == expected[i]);
     c.whiten = true;
@@ -638,7 +698,8 @@ static void a_group_of_one_keeps_its_score(void **state) {
     float mask[] = {1, 1};
     int64_t group = 7;
     double rewards[] = {0, 3}, advantages[2], returns[2];
-    mt_advantage_tokens t = {2, 1, &span, mask, &group, rewards, NULL, advantages, returns, NULL};
+    mt_advantage_tokens t = {2,       1,    &span, mask, &group, rewards, NULL, advantages,
+                             returns, NULL, 0,     NULL, NULL,   NULL,    NULL, NULL};
     const mt_advantage_config configs[] = {
         {.estimator = MT_ADV_RLOO}, {.estimator = MT_ADV_GRPO}, {.estimator = MT_ADV_GRPO, .norm_by_std = true}};
     for (int i = 0; i < 3; i++) {
@@ -1073,6 +1134,79 @@ static void divergence_gradients_equal_finite_differences(void **state) {
         }
 }
 
+/* ---- distillation by Model Optimizer (tests/golden/make_distillation.py) */
+
+static double at(const json_t *list, size_t i) {
+    return json_number_value(json_array_get(list, i));
+}
+
+/* The largest difference of a gradient from the file's. */
+static double off(const json_t *wanted, const double *got, size_t count) {
+    double most = 0;
+    for (size_t i = 0; i < count; i++) most = fmax(most, fabs(got[i] - at(wanted, i)));
+    return most;
+}
+
+/* Values and gradients in float64, except hidden states, which are floats. */
+static void balanced_distillation_equals_model_optimizer(void **state) {
+    (void)state;
+    enum { T = 5, V = 7, C = 6, PAIRS = 2 };
+    json_error_t problem;
+    json_t *root = json_load_file("tests/golden/losses/distillation.json", 0, &problem);
+    if (!root) fail_msg("tests/golden/losses/distillation.json:%d: %s", problem.line, problem.text);
+    const json_t *inputs = json_object_get(root, "inputs"), *cases = json_object_get(root, "cases");
+    const json_t *states = json_object_get(inputs, "student_hidden"),
+                 *others = json_object_get(inputs, "teacher_hidden");
+    static const char *const names[] = {[MT_DISTILL_BALANCE_HIDDEN] = "hidden", [MT_DISTILL_BALANCE_ALL] = "all"};
+    mt_distillation_config c = {.divergence = {.type = MT_FORWARD_KL}, .num_pairs = PAIRS};
+    c.divergence.temperature = json_number_value(json_object_get(root, "temperature"));
+    c.scale = json_number_value(json_object_get(root, "scale"));
+    for (int balance = MT_DISTILL_BALANCE_HIDDEN; balance <= MT_DISTILL_BALANCE_ALL; balance++) {
+        const json_t *wanted = json_object_get(cases, names[balance]), *slopes = json_object_get(wanted, "gradients");
+        double logp[T], divergence[T], hidden[T] = {0}, dlogp[T] = {0}, dstudent[T][V], dhidden[PAIRS][T][C];
+        float mask[T];
+        mt_loss_sums sums = {0};
+        for (size_t t = 0; t < T; t++) {
+            double student[V], teacher[V];
+            mask[t] = (float)at(json_object_get(inputs, "mask"), t), logp[t] = at(json_object_get(inputs, "logp"), t);
+            for (size_t i = 0; i < V; i++) {
+                student[i] = at(json_array_get(json_object_get(inputs, "student"), t), i);
+                teacher[i] = at(json_array_get(json_object_get(inputs, "teacher"), t), i);
+            }
+            divergence[t] = mt_divergence(&c.divergence, student, teacher, V, dstudent[t]);
+            for (size_t k = 0; k < PAIRS; k++) {
+                float x[C], y[C];
+                for (size_t i = 0; i < C; i++) {
+                    x[i] = (float)at(json_array_get(json_array_get(states, k), t), i);
+                    y[i] = (float)at(json_array_get(json_array_get(others, k), t), i);
+                }
+                hidden[t] += mt_hidden_loss(k == 0 ? MT_HIDDEN_COSINE : MT_HIDDEN_MSE, x, y, C, y) / PAIRS;
+                for (size_t i = 0; i < C; i++) dhidden[k][t][i] = (double)y[i] / PAIRS;
+            }
+        }
+        mt_loss_tokens tokens = {.T = T, .mask = mask, .logp = logp, .divergence = divergence, .hidden = hidden};
+        tokens.dlogp = dlogp;
+        c.balance = (mt_distillation_balance)balance;
+        mt_distillation_loss(&tokens, &c, &sums);
+        assert_true(fabs(sums.loss - json_number_value(json_object_get(wanted, "loss"))) < 1e-6);
+        assert_true(fabs(sums.metrics[MT_DISTILLATION_HIDDEN] - json_number_value(json_object_get(wanted, "hidden"))) <
+                    1e-6);
+        assert_true(fabs(sums.metrics[MT_DISTILLATION_DIVERGENCE] -
+                         json_number_value(json_object_get(wanted, "divergence"))) < 1e-12);
+        assert_true(off(json_object_get(slopes, "logp"), dlogp, T) < 1e-12);
+        for (size_t t = 0; t < T; t++) {
+            for (size_t i = 0; i < V; i++) dstudent[t][i] *= (double)mask[t] * sums.divergence_factor;
+            assert_true(off(json_array_get(json_object_get(slopes, "student"), t), dstudent[t], V) < 1e-6);
+            for (size_t k = 0; k < PAIRS; k++) {
+                const json_t *rows = json_array_get(json_object_get(slopes, "student_hidden"), k);
+                for (size_t i = 0; i < C; i++) dhidden[k][t][i] *= (double)mask[t] * sums.hidden_factor;
+                assert_true(off(json_array_get(rows, t), dhidden[k][t], C) < 1e-6);
+            }
+        }
+    }
+    json_decref(root);
+}
+
 static void divergences_have_known_values(void **state) {
     (void)state;
     double unused[LABELS], far[2] = {0, 800}, near[2] = {800, 0};
@@ -1236,8 +1370,9 @@ static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
                                : &scores[token]) = bad;
                 mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
                 static const double baselines[4] = {0};
-                mt_advantage_tokens of = {NAN_TOKENS, 4,        t.sequences, t.mask,  groups,
-                                          rewards,    t.values, advantages,  returns, baselines};
+                mt_advantage_tokens of = {NAN_TOKENS, 4,          t.sequences, t.mask,    groups, rewards,
+                                          t.values,   advantages, returns,     baselines, 0,      NULL,
+                                          NULL,       NULL,       NULL,        NULL};
                 mt_advantage_config c = {.estimator = (mt_adv_estimator)estimator, .gamma = 0.9, .lambda = 0.9};
                 c.whiten = whiten, c.norm_by_std = whiten, c.advantage_clip = clips ? 0.5 : 0;
                 mt_advantages(&of, &c);
@@ -1260,6 +1395,7 @@ int main(void) {
         cmocka_unit_test(kl_estimates_equal_verl),
         cmocka_unit_test(value_losses_equal_verl),
         cmocka_unit_test(advantages_equal_verl),
+        cmocka_unit_test(advantages_of_several_rewards_equal_verl),
         cmocka_unit_test(discounted_returns_pass_over_uncounted_tokens),
         cmocka_unit_test(token_rewards_clip_scores_and_subtract_kl),
         cmocka_unit_test(a_group_of_one_keeps_its_score),
@@ -1271,6 +1407,7 @@ int main(void) {
         cmocka_unit_test(large_ratios_stay_finite),
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
+        cmocka_unit_test(balanced_distillation_equals_model_optimizer),
         cmocka_unit_test(divergences_have_known_values),
         cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
         cmocka_unit_test(a_divergence_is_not_finite_if_a_logit_is_not),

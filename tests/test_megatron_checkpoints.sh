@@ -85,6 +85,31 @@ a_run_goes_on_with_the_optimizer_or_says_why_not() {
         grep -q '^ *8/8 ' "$work/out"
 }
 
+# The same state as buckets of the distributed optimizer, and as tensors of the model.
+the_state_in_buckets_is_that_of_the_model() {
+    for written in buckets_dp2 buckets_tp2 buckets_many buckets_pp2; do
+        space=$(echo "$written" | sed 's/many/tp2/')_space
+        rm -rf "$work/own" "$work/space"
+        saves $written "$work/own" 1 && saves "$space" "$work/space" 1 &&
+            same "$work/own/iter_0000007" "$work/space/iter_0000007" &&
+            grep -q '"optimizer_step": 1' "$work/own/iter_0000007/trainer.json" || return 1
+        [ "$ranks" ] || continue
+        for layout in '--tensor-model-parallel-size 2' '--use-distributed-optimizer'; do
+            rm -rf "$work/other"
+            # shellcheck disable=SC2086
+            saves $written "$work/other" 2 $layout && same "$work/own/iter_0000007" "$work/other/iter_0000007" ||
+                return 1
+        done
+    done
+    # names in other places of .metadata: those of two norms change places
+    cp -r "$golden/buckets_dp2" "$work/swapped" || return 1
+    LC_ALL=C sed -i 's/q_layernorm/Q_layernorm/g; s/k_layernorm/q_layernorm/g; s/Q_layernorm/k_layernorm/g' \
+        "$work/swapped/iter_0000007/.metadata"
+    # shellcheck disable=SC2086
+    refused 'its buckets have another order of parameters than is known here' "$train" --load "$work/swapped" $run \
+        --train-iters 8
+}
+
 a_checkpoint_becomes_a_folder_of_hugging_face() {
     for written in dense_tp2 gpt_tp2 moe torch_tp2 $shapes; do
         # shellcheck disable=SC2086
@@ -280,6 +305,7 @@ check every_checkpoint_scores_as_in_megatron every_checkpoint_scores_as_in_megat
 check every_layout_scores_as_in_megatron every_layout_scores_as_in_megatron
 check options_give_the_model_and_are_compared options_give_the_model_and_are_compared
 check a_run_goes_on_with_the_optimizer_or_says_why_not a_run_goes_on_with_the_optimizer_or_says_why_not
+check the_state_in_buckets_is_that_of_the_model the_state_in_buckets_is_that_of_the_model
 check a_checkpoint_becomes_a_folder_of_hugging_face a_checkpoint_becomes_a_folder_of_hugging_face
 check what_is_saved_for_megatron_scores_alike what_is_saved_for_megatron_scores_alike
 check a_conversion_has_the_same_weights a_conversion_has_the_same_weights

@@ -2392,8 +2392,10 @@ static void sparse_attention_that_cannot_be_is_refused(void **state) {
         assert_true(kind.mixer == MT_MIXER_SPARSE_ATTENTION && kind.shares_indices == (i % 2 == 1));
     }
     mt_options_free(&o);
-    expect_error_of(MT_PROGRAM_TRAIN, 2, SPARSE_LIKE "--context-parallel-size 2",
-                    "dsa does not run with --context-parallel-size 2");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, SPARSE_LIKE "--context-parallel-size 2 --cp-comm-type p2p",
+                    "dsa with --context-parallel-size 2 needs --cp-comm-type all_gather");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, SPARSE_LIKE "--context-parallel-size 2 --cp-comm-type a2a",
+                    "dsa with --context-parallel-size 2 needs --cp-comm-type all_gather");
     expect_error_of(MT_PROGRAM_TRAIN, 4, SPARSE_LIKE "--pipeline-model-parallel-size 4",
                     "pipeline stage 1 begins with layer 1, which has no indexer");
     expect_error_of(MT_PROGRAM_TRAIN, 2,

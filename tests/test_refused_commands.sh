@@ -109,6 +109,10 @@ check text_is_answered_with_its_dataset refused "my.txt: is not a dataset, but $
 # shellcheck disable=SC2086
 check a_weight_without_a_path_is_named refused 'data-path: the weight 0.3 has no path after it' \
     "$train" $real --data-path "0.7 $work/x 0.3"
+echo '{"prompt": "a", "response": "b"}' >"$work/samples.jsonl"
+check files_of_samples_have_no_weights refused '0.5: is a weight, which only indexed datasets have' "$train" \
+    --num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --tokenizer-type ByteLevel --seq-length 16 \
+    --train-iters 1 --lr 1e-3 --sft --chat-template plain --data-path 0.5 "$work/samples.jsonl"
 # shellcheck disable=SC2086
 check half_a_dataset_is_answered_with_its_prefix refused "expects the prefix of the two files .*; give $work/x\$" \
     "$train" $real --data-path 0.5 "$work/x.bin" 0.5 "$work/y"

@@ -434,6 +434,11 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     # shellcheck disable=SC2086
     "$train" $small --seq-length 32 --mock-data --config "$work/flat.yaml" --print-config >"$work/out" 2>"$work/err" &&
         shows train-iters 7 && shows lr-warmup-fraction 0.25 || return 1
+    # max_steps overrides the epochs, whose default is 3.0
+    # shellcheck disable=SC2086
+    "$train" $small --seq-length 32 --mock-data --num_train_epochs 3.0 --max_steps 7 --print-config >"$work/out" \
+        2>"$work/err" && shows train-iters 7 && ! grep -q '^  train-epochs' "$work/out" &&
+        grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/err" || return 1
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
@@ -643,9 +648,11 @@ EOF
     sed 's/rollout_is: null/rollout_is: token/' "$work/later.yaml" >"$work/correct.yaml" &&
         prints "$work/correct.yaml" actor_train && sets algorithm.rollout_correction.rollout_is rollout-is token &&
         sets algorithm.rollout_correction.rollout_is_threshold rollout-is-threshold 2.0 || return 1
-    sed 's/bypass_mode: false/bypass_mode: true/' "$work/later.yaml" >"$work/bad.yaml" &&
-        refused 'bypass_mode is not supported' "$train" --config "$work/bad.yaml" --role actor_train --print-config &&
-        sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
+    sed 's/bypass_mode: false/bypass_mode: true/; s/use_remove_padding: true/&, router_replay: {mode: R3}/' \
+        "$work/later.yaml" >"$work/bypass.yaml" && prints "$work/bypass.yaml" actor_train &&
+        sets algorithm.rollout_correction.bypass_mode bypass-mode true &&
+        sets actor_rollout_ref.actor.megatron.router_replay.mode router-replay R3 || return 1
+    sed 's/betas: .*95\]/betas: 0.8/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'bad.yaml:8: betas expects two numbers' "$train" --config "$work/bad.yaml" --role actor_train \
             --print-config && sed 's/router: false/router: true/' "$work/later.yaml" >"$work/bad.yaml" &&
         refused 'freeze_moe_router can only be false' "$train" --config "$work/bad.yaml" --role actor_train \
@@ -684,6 +691,22 @@ every_policy_loss_runs() {
     sed 's/token$/seq/; s/, pg_variant: vanilla//' "$work/loss.yaml" >"$work/sequences.yaml"
     prints "$work/sequences.yaml" actor_train && sets importance_sampling pg-variant gspo &&
         sets dual_clip_loss clip-ratio-c 1.4
+}
+
+# ROLL's normalisation of rewards, by its present names and its earlier ones.
+rewards_are_normalised_as_rolls() {
+    printf '%s\n' 'adv_estimator: step_reinforce' 'actor_train: {model_args: {}}' 'norm_mean_type: batch' \
+        'norm_std_type: group' >"$work/norm.yaml"
+    prints "$work/norm.yaml" actor_train && sets adv_estimator adv-estimator step_reinforce &&
+        sets norm_mean_type norm-mean-type batch && sets norm_std_type norm-std-type group || return 1
+    printf '%s\n' 'adv_estimator: reinforce' 'actor_train: {model_args: {}}' 'reward_norm: batch' \
+        'reward_shift: false' >"$work/norm.yaml"
+    prints "$work/norm.yaml" actor_train && sets reward_norm norm-mean-type batch && shows norm-std-type batch &&
+        sed 's/false/true/' "$work/norm.yaml" >"$work/shift.yaml" && prints "$work/shift.yaml" actor_train &&
+        sets reward_norm norm-mean-type batch && ! shows norm-std-type batch || return 1
+    sed 's/batch/running/' "$work/norm.yaml" >"$work/running.yaml" &&
+        refused 'running statistics: take batch or group' "$train" --config "$work/running.yaml" --role actor_train \
+            --print-config
 }
 
 # One option sets the estimators of both divergences. verl's kl_loss_type is the one in the loss, kl_penalty the one in
@@ -821,7 +844,7 @@ EOF
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
     refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
-        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R2=mode can only be disabled' \
+        's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
@@ -906,7 +929,7 @@ trainer:
 EOF
     refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
         return 1
-    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus; do
+    for type in ppo grpo gspo cispo dapo rloo reinforceplusplus remax; do
         loss=token-mean
         [ $type = gspo ] && loss=seq-mean-token-mean
         sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
@@ -1233,6 +1256,25 @@ references_do_not_explode() {
         --role sft_train --print-config
 }
 
+# 48 stands nowhere in the file: a message names the option beside the key.
+a_sum_of_keys_is_named_by_its_option() {
+    printf '%s\n' 'data: {train_files: no.jsonl, max_prompt_length: 32, max_response_length: 16}' 'actor_rollout_ref:' \
+        '  actor: {optim: {lr: 1e-6}}' 'trainer: {total_training_steps: 1}' >"$work/sum.yaml"
+    refused 'seq-length (by .*sum.yaml:1: max_prompt_length) 48 is more than --max-position-embeddings 40' "$train" \
+        --config "$work/sum.yaml" --role actor_train --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
+        --vocab-size 257 --tokenizer-type ByteLevel --max-position-embeddings 40 --reward exact --chat-template plain
+}
+
+# Of roles there is nothing to choose from if a file has one; words of Hydra change its keys too.
+the_only_role_of_a_file_is_taken() {
+    printf '%s\n' 'seed: 7' 'sft_train: {training_args: {learning_rate: 0.5}}' 'sequence_length: 96' >"$work/only.yaml"
+    "$train" --config "$work/only.yaml" --print-config sft_train.training_args.learning_rate=0.25 >"$work/out" \
+        2>"$work/err" && grep -q 'only.yaml, role sft_train' "$work/out" &&
+        sets sft_train.training_args.learning_rate lr 0.25 && sets sequence_length seq-length 96 || return 1
+    echo 'actor_infer: {model_args: {}}' >>"$work/only.yaml"
+    refused 'has the roles sft_train, actor_infer; choose one' "$train" --config "$work/only.yaml"
+}
+
 roles_are_named() {
     refused 'has the roles sft_train, actor_infer, reference, critic, rewards.rule, rewards.model' "$train" --config \
         "$roles/roll.yaml" --role actor_train &&
@@ -1477,6 +1519,7 @@ check verl_learns_as_dapo verl_learns_as_dapo
 check properties_are_fixed properties_are_fixed
 check later_verl_is_read later_verl_is_read
 check every_policy_loss_runs every_policy_loss_runs
+check rewards_are_normalised_as_rolls rewards_are_normalised_as_rolls
 check divergences_have_their_estimators divergences_have_their_estimators
 check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read
@@ -1497,6 +1540,8 @@ check values_are_checked values_are_checked
 check values_of_other_kinds_do_no_harm values_of_other_kinds_do_no_harm
 check references_lead_somewhere references_lead_somewhere
 check references_do_not_explode references_do_not_explode
+check a_sum_of_keys_is_named_by_its_option a_sum_of_keys_is_named_by_its_option
+check the_only_role_of_a_file_is_taken the_only_role_of_a_file_is_taken
 check roles_are_named roles_are_named
 check a_short_run_keeps_the_learning_rates a_short_run_keeps_the_learning_rates
 check the_command_line_wins the_command_line_wins

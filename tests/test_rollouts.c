@@ -278,6 +278,65 @@ static const char *sequence_text(const mt_rollouts *r, int64_t k) {
     return text;
 }
 
+/* The last response of each group of three is a baseline. */
+static void baselines_are_compared_with_and_not_trained_on(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_samples prompts;
+    begin_step(&r, &prompts);
+    r.has_baselines = true;
+    mt_rollout_config c = {.overlong = MT_OVERLONG_PENALTY, .overlong_penalty = 0.5, .max_new_tokens = 8};
+    c.advantage = (mt_advantage_config){.estimator = MT_ADV_REMAX, .gamma = 1};
+    mt_rollouts_select(&r, &c);
+    assert_int_equal(r.samples.count, 8);
+    const double rewards[] = {1, 0, 0, 0, 1, 1, 0.5, 0.5}, baselines[] = {1, 1, 0, 0, 0, 0, 1.5, 1.5};
+    for (int k = 0; k < 8; k++) {
+        assert_int_equal(r.response_of[k], k / 2 * 3 + k % 2);
+        assert_true(r.rewards[k] == rewards[k] && r.baselines[k] == baselines[k]);
+    }
+    assert_true(r.stats.score == 4.5 / 8); // of the others
+    mt_rollouts_advantages(&r, &c);
+    for (int k = 0; k < 8; k++)
+        for (int64_t i = r.spans[k].q_start; i < r.spans[k].q_start + r.spans[k].q_len; i++)
+            assert_true(r.inputs[MT_ADVANTAGES][i] == (r.mask[i] != 0 ? rewards[k] - baselines[k] : 0));
+    c.dynamic_sampling = true;
+    mt_rollouts_select(&r, &c);
+    assert_int_equal(r.stats.groups_dropped, 3); // one has two rewards
+    assert_int_equal(r.samples.count, 2);
+    c = (mt_rollout_config){.whole = true, .max_new_tokens = 8};
+    mt_rollouts_select(&r, &c);
+    assert_int_equal(r.samples.count, RESPONSES); // a reward model scores them
+    end_step(&r, &prompts);
+}
+
+/* Against their definition, with the clip behind them. */
+static void rewards_are_normalised_over_batch_or_group(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_samples prompts;
+    begin_step(&r, &prompts);
+    mt_rollout_config c = {.max_new_tokens = 8, .norm_mean = MT_REWARD_NORM_BATCH, .norm_std = MT_REWARD_NORM_GROUP};
+    mt_rollouts_select(&r, &c);
+    double mean = 0;
+    for (int s = 0; s < RESPONSES; s++) mean += scores[s] / RESPONSES;
+    for (int s = 0; s < RESPONSES; s++) {
+        const double *group = scores + s / GROUP * GROUP;
+        double of_group = (group[0] + group[1] + group[2]) / GROUP, squares = 0;
+        for (int i = 0; i < GROUP; i++) squares += (group[i] - of_group) * (group[i] - of_group);
+        assert_true(fabs(r.rewards[s] - (scores[s] - mean) / (sqrt(squares / 2) + 1e-6)) < 1e-9);
+    }
+    c = (mt_rollout_config){.max_new_tokens = 8, .norm_mean = MT_REWARD_NORM_GROUP, .reward_clip = 0.5};
+    mt_rollouts_select(&r, &c);
+    assert_true(r.rewards[0] == 1 - 2.0 / 3 && r.rewards[1] == -0.5 && r.rewards[3] == 0 && r.rewards[11] == 0.5);
+    for (int s = 0; s < RESPONSES; s++) r.scores[s] = scores[s];
+    mt_rollouts_keep_part(&r, 0, 0);
+    for (int s = 0; s < RESPONSES; s++) r.scores[s] = s;
+    mt_rollouts_keep_part(&r, 0, 1);
+    mt_rollouts_add_parts(&r, 0, &(mt_reals){{2, -0.5}, 2});
+    for (int s = 0; s < RESPONSES; s++) assert_true(r.scores[s] == 2 * scores[s] - 0.5 * s);
+    end_step(&r, &prompts);
+}
+
 static const mt_strings no_stops;
 
 static void responses_are_scored_as_text(void **state) {
@@ -664,6 +723,8 @@ int main(void) {
         cmocka_unit_test(the_header_of_the_response_ends_a_prompt),
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(shares_of_tags_have_quotas_and_epochs),
+        cmocka_unit_test(rewards_are_normalised_over_batch_or_group),
+        cmocka_unit_test(baselines_are_compared_with_and_not_trained_on),
         cmocka_unit_test(responses_are_scored_as_text),
         cmocka_unit_test(special_tokens_are_not_scored),
         cmocka_unit_test(tokens_without_a_text_are_scored),

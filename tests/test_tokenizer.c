@@ -927,6 +927,22 @@ static void truncated_and_corrupted_models_never_crash(void **state) {
     }
 }
 
+/* A folder as Llama 2 has it is no damaged one: the message names the type that reads it. */
+static void a_folder_with_sentencepiece_alone_names_its_type(void **state) {
+    (void)state;
+    char folder[64], command[300];
+    mt_tokenizer *tokenizer;
+    mt_error error;
+    assert_int_equal(new_folder(folder), 0);
+    snprintf(command, sizeof command, "cp %sbpe.model %s/tokenizer.model", GOLDEN, folder);
+    assert_int_equal(system(command), 0);
+    assert_int_equal(mt_tokenizer_open(&tokenizer, MT_TOKENIZER_HUGGINGFACE, folder, &error), -1);
+    assert_non_null(strstr(error.text, "has tokenizer.model and no tokenizer.json; give --tokenizer-type "
+                                       "SentencePieceTokenizer"));
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+}
+
 static void missing_files_are_named(void **state) {
     (void)state;
     mt_tokenizer *tokenizer;
@@ -1003,6 +1019,7 @@ int main(void) {
         cmocka_unit_test(eod_is_the_configured_token_or_has_a_usual_name),
         cmocka_unit_test(damaged_or_unsupported_json_is_refused_by_name),
         cmocka_unit_test(truncated_and_corrupted_models_never_crash),
+        cmocka_unit_test(a_folder_with_sentencepiece_alone_names_its_type),
         cmocka_unit_test(missing_files_are_named),
         cmocka_unit_test(a_missing_library_is_named),
         cmocka_unit_test(long_words_are_cut_only_where_no_token_crosses),

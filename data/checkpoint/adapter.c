@@ -445,8 +445,8 @@ static int mt_peft_take(mt_run_options *o, size_t offset, const char *text, bool
         int status = mt_option_set(&other, row, text, path, error);
         char *own = status == 0 ? mt_option_text(&other, row) : NULL;
         if (status == 0 && !overrides && strcmp(given, own) != 0)
-            status = mt_error_set(error, "--%s %s: the adapter of %s has %s; leave the option out", row->name, given,
-                                  path, own);
+            status = mt_error_set(error, "--%s %s: the adapter of %s has %s; %s", row->name, given, path, own,
+                                  o->auto_resume ? "give that" : "leave the option out");
         mt_option_clear(&other, row);
         free(given), free(own);
         return status;
@@ -635,10 +635,15 @@ int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
     int status = folder ? 0 : -1;
     if (folder && !mt_folder_has(folder, "adapter_config.json") && mt_folder_has(folder, "config.json"))
         status =
-            mt_error_set(error,
-                         "--load-adapter %s: holds a whole model, not an adapter; name it by --load, and leave out "
-                         "--lora-rank to continue its run, or give the adapter another --save",
-                         o->load_adapter);
+            o->auto_resume && mt_options_falls_back(o)
+                ? mt_error_set(error,
+                               "--auto-resume: the run of --save %s has no adapters; leave out --lora-rank to continue "
+                               "it, or give the adapter another --save",
+                               o->save)
+                : mt_error_set(error,
+                               "--load-adapter %s: holds a whole model, not an adapter; name it by --load, and leave "
+                               "out --lora-rank to continue its run, or give the adapter another --save",
+                               o->load_adapter);
     if (status == 0) status = mt_adapter_read_config(o, folder, error);
     free(folder);
     return status;

@@ -60,10 +60,10 @@ static int mt_megatron_run_read(const mt_run_options *o, const char *folder, boo
             folder);
     if (run.other_optimizer && strcmp(run.other_optimizer, "torch") != 0)
         return mt_error_set(error,
-                            "%s: the optimizer's state is of the form dp_reshardable, which depends on the ranks that "
-                            "wrote it; save it by Megatron-LM with --dist-ckpt-optim-fully-reshardable, or continue "
-                            "with a new optimizer by --no-load-optim",
-                            folder);
+                            "%s: the optimizer's state is in buckets (dp_reshardable), which are not read for %s; "
+                            "save it by Megatron-LM with --dist-ckpt-optim-fully-reshardable, or continue with a new "
+                            "optimizer by --no-load-optim",
+                            folder, run.other_optimizer);
     if (run.has_optimizer) return 0;
     return mt_error_set(error,
                         "%s: %s; continue with a new optimizer by --no-load-optim, or begin anew from these weights by "

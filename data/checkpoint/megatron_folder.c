@@ -49,7 +49,9 @@ struct mt_megatron {
     const mt_pickled *common_state;
     mt_zip common_zip; // of its tensors
     const char *other_optimizer;
-    bool has_optimizer;
+    bool has_optimizer, has_buckets, misplaced; // misplaced: parameters in this order do not fill the buckets
+    int64_t bucket_order;                       // see mt_bucket_orders
+    int64_t bucket_step;                        // updates by the optimizer whose state is in buckets; -1: not there
 };
 
 /* ---- names */
@@ -354,38 +356,46 @@ static bool mt_state_of_name(const char **name, mt_param_state *state) {
     return strncmp(from, "optimizer.", 10) != 0;
 }
 
-/* One chunk of a tensor: its values, cut into rectangles of the layers' and experts' matrices. */
-static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_megatron_name_parts *parts,
-                                 mt_param_state state, const int64_t *shape, int64_t num_dims, const int64_t *offsets,
-                                 const int64_t *sizes, mt_dtype dtype, const mt_storage *storage, mt_error *error) {
+/* The values of one chunk of a tensor, and the file that has them; NULL with error. */
+static const void *mt_megatron_chunk_data(mt_megatron *c, const char *full, const int64_t *offsets,
+                                          const int64_t *sizes, int64_t num_dims, mt_dtype dtype,
+                                          const mt_storage *storage, const char **path, mt_error *error) {
     const mt_storage_row *row = mt_storage_find(storage, full, offsets, num_dims);
-    if (!row)
-        return mt_error_set(error, "%s/.metadata: has no place of a part of tensor \"%.120s\"; get it again", c->folder,
-                            full);
     const mt_safetensors_file *file;
     mt_torch_tensor tensor;
     mt_zip zip;
     mt_pickle *pickle;
     mt_zip_entry holds;
-    int status = mt_megatron_open_blob(c, row, &file, &zip, &pickle, error);
+    if (!row) {
+        mt_error_set(error, "%s/.metadata: has no place of a part of tensor \"%.120s\"; get it again", c->folder, full);
+        return NULL;
+    }
     const void *data = NULL;
-    if (status == 0) {
+    if (mt_megatron_open_blob(c, row, &file, &zip, &pickle, error) == 0) {
         bool good =
             mt_pickled_tensor(mt_pickle_root(pickle), &tensor) && tensor.dtype == dtype && tensor.num_dims == num_dims;
         for (int64_t i = 0; i < num_dims && good; i++) good = tensor.shape[i] == sizes[i];
         if (!good)
-            status = mt_error_set(error,
-                                  "%s: holds another tensor than the part of \"%.120s\" that .metadata lists; "
-                                  "get the folder again",
-                                  file->path, full);
-        else if (!(data = mt_megatron_tensor_data(&zip, &tensor, &holds, file->path, full, error)))
-            status = -1;
-        else
-            mt_megatron_hold(c, &holds, file->path);
+            mt_error_set(error,
+                         "%s: holds another tensor than the part of \"%.120s\" that .metadata lists; "
+                         "get the folder again",
+                         file->path, full);
+        else if ((data = mt_megatron_tensor_data(&zip, &tensor, &holds, file->path, full, error)))
+            mt_megatron_hold(c, &holds, file->path), *path = file->path;
     }
     mt_pickle_free(pickle);
     mt_zip_free(&zip);
-    if (status != 0) return -1;
+    return data;
+}
+
+/* One chunk of a tensor: its values, cut into rectangles of the layers' and experts' matrices. */
+static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_megatron_name_parts *parts,
+                                 mt_param_state state, const int64_t *shape, int64_t num_dims, const int64_t *offsets,
+                                 const int64_t *sizes, mt_dtype dtype, const mt_storage *storage, mt_error *error) {
+    const char *path;
+    const void *data = mt_megatron_chunk_data(c, full, offsets, sizes, num_dims, dtype, storage, &path, error);
+    if (!data) return -1;
+    int status = 0;
     int64_t lead = parts->has_layers + parts->has_experts, count = 1, rest = 1;
     for (int64_t i = 0; i < lead; i++) count *= sizes[i];
     for (int64_t i = lead + 1; i < num_dims; i++) rest *= shape[i];
@@ -396,12 +406,12 @@ static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_mega
             return mt_error_set(error,
                                 "%s: tensor \"%.120s\" of over two dimensions is cut in its last ones; it has "
                                 "no place here",
-                                file->path, full);
+                                path, full);
     int64_t bytes = part.rows * part.cols * mt_dtype_size(dtype), inner = parts->has_experts ? sizes[lead - 1] : 1;
     for (int64_t i = 0; i < count && status == 0; i++) {
         int64_t layer = parts->has_layers ? offsets[0] + i / inner : parts->layer;
         int64_t expert = parts->has_experts ? offsets[lead - 1] + i % inner : parts->expert;
-        status = mt_megatron_add_at(c, parts, layer, expert, state, shape[lead], rest, part, file->path,
+        status = mt_megatron_add_at(c, parts, layer, expert, state, shape[lead], rest, part, path,
                                     (const char *)data + i * bytes, dtype, error);
     }
     return status;
@@ -421,7 +431,6 @@ static int mt_megatron_add_tensor(mt_megatron *c, const char *full, const mt_pic
     int64_t shape[8], offsets[8], sizes[8], elements = 1;
     bool known = mt_state_of_name(&name, &state);
     if (state != MT_STATE_WEIGHTS) c->has_optimizer = true;
-    if (strncmp(full, "optimizer.distributed.", 22) == 0 || strstr(full, "gbuf_idx_")) c->other_optimizer = full;
     if (!known || weights != (state == MT_STATE_WEIGHTS)) return 0;
     const mt_pickled *properties = mt_pickled_get(entry, "properties");
     const mt_pickled *built = properties && properties->kind == MT_PICKLED_OBJECT ? properties->items[2] : NULL;
@@ -488,37 +497,7 @@ static bool mt_name_is_second(const mt_pickled *entries, const char *name) {
     return mt_pickled_get(entries, plain) != NULL;
 }
 
-static int mt_megatron_open_dist(mt_megatron *c, bool tensors, bool weights, mt_error *error) {
-    char *path = mt_path_join(c->folder, ".metadata");
-    int64_t bytes;
-    mt_pickle *pickle = NULL;
-    mt_storage storage = {0};
-    char *text = mt_file_read(path, MT_METADATA_BYTES, &bytes, error);
-    int status = text ? mt_pickle_read(&pickle, text, bytes, path, error) : -1;
-    free(text);
-    if (status == 0)
-        status = mt_storage_read(&storage, mt_pickled_get(mt_pickle_root(pickle), "storage_data"), path, error);
-    if (status == 0) status = mt_megatron_read_common(c, &storage, error);
-    const mt_pickled *entries = status == 0 ? mt_pickled_get(mt_pickle_root(pickle), "state_dict_metadata") : NULL;
-    if (status == 0 && (!entries || entries->kind != MT_PICKLED_DICT))
-        status = mt_error_set(error, "%s: has no \"state_dict_metadata\", the list of the tensors; get it again", path);
-    for (int64_t i = 0; status == 0 && i < entries->count; i++) {
-        const char *name = mt_pickled_text(entries->items[2 * i]), *class = mt_pickled_class(entries->items[2 * i + 1]);
-        if (name && strstr(name, "gbuf_idx_")) c->other_optimizer = "dp_reshardable";
-        if (!name || !class || !mt_text_ends_with(class, ".TensorStorageMetadata")) continue;
-        if (mt_name_is_second(entries, name)) continue;
-        if (tensors) status = mt_megatron_add_tensor(c, name, entries->items[2 * i + 1], weights, &storage, error);
-        mt_param_state state;
-        if (mt_state_of_name(&name, &state) && state != MT_STATE_WEIGHTS) c->has_optimizer = true;
-    }
-    if (c->other_optimizer) c->other_optimizer = "dp_reshardable"; // not a name of the pickle
-    free(storage.rows);
-    mt_pickle_free(pickle);
-    free(path);
-    return status;
-}
-
-/* ---- torch: a file of each tensor, pipeline and expert rank */
+/* ---- the layout of the ranks that wrote a folder */
 
 /* How Megatron-Core cuts a matrix over the tensor-parallel ranks. */
 typedef enum mt_megatron_cut { MT_MEGATRON_WHOLE, MT_MEGATRON_ROWS, MT_MEGATRON_COLS } mt_megatron_cut;
@@ -558,6 +537,434 @@ static bool mt_args_true(const mt_pickled *args, const char *key) {
     const mt_pickled *value = mt_pickled_get(args, key);
     return value && value->kind == MT_PICKLED_BOOL && value->number;
 }
+
+/* ---- the optimizer's steps */
+
+static bool mt_steps_of(double number, int64_t *step) {
+    bool counts = number >= 0 && number < 1e9;
+    if (counts) *step = (int64_t)number;
+    return counts;
+}
+
+/* A whole number of steps, as PyTorch's Adam counts: a number, or a tensor of one float. */
+static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
+    mt_torch_tensor tensor;
+    mt_error ignored;
+    mt_zip_entry holds;
+    float number;
+    if (mt_pickled_int(value, 0, INT32_MAX, step)) return true;
+    if (value && value->kind == MT_PICKLED_REAL) return mt_steps_of(value->real, step);
+    if (!mt_pickled_tensor(value, &tensor) || tensor.count != 1 || tensor.dtype != MT_F32) return false;
+    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, &holds, c->folder, "step", &ignored);
+    if (!data || mt_zip_verify(&holds, c->folder, &ignored) != 0) return false;
+    memcpy(&number, data, sizeof number);
+    return mt_steps_of((double)number, step);
+}
+
+/* ---- torch_dist: buckets of the distributed optimizer (dp_reshardable) */
+
+/* The state of a model-parallel rank's optimizer as tensors of one dimension, "dp_group_idx_G.gbuf_idx_B.dtype_(...)
+ * .bucket_idx_K.STATE": G is the tensor rank plus the tensor size times the pipeline rank, B the virtual stage. A
+ * bucket has whole parameters as that rank has them, in the reverse order of the model's modules, each at a multiple of
+ * 64 elements; a bucket is full where the next parameter would begin, or where its last one ends
+ * (megatron/core/optimizer/distrib_optimizer.py of 0.19.2). The names of parameters are not stored: those of the
+ * weights, in the order of a known specification of layers, must fill all buckets, and mt_buckets_match compares. */
+enum { MT_BUCKET_ORDERS = 2, MT_BUCKET_NAMES = 21, MT_BUCKET_ALIGNMENT = 64 };
+
+/* The parameters of a layer as Megatron-Core's specifications create them: for Transformer Engine, and the local one.
+ */
+static const char *const mt_bucket_orders[MT_BUCKET_ORDERS][MT_BUCKET_NAMES] = {
+    {"input_layernorm.weight",
+     "input_layernorm.bias",
+     "self_attention.core_attention.softmax_offset",
+     "self_attention.linear_proj.weight",
+     "self_attention.linear_proj.bias",
+     "self_attention.linear_qkv.layer_norm_weight",
+     "self_attention.linear_qkv.layer_norm_bias",
+     "self_attention.linear_qkv.weight",
+     "self_attention.linear_qkv.bias",
+     "self_attention.q_layernorm.weight",
+     "self_attention.q_layernorm.bias",
+     "self_attention.k_layernorm.weight",
+     "self_attention.k_layernorm.bias",
+     "pre_mlp_layernorm.weight",
+     "pre_mlp_layernorm.bias",
+     "mlp.linear_fc1.layer_norm_weight",
+     "mlp.linear_fc1.layer_norm_bias",
+     "mlp.linear_fc1.weight",
+     "mlp.linear_fc1.bias",
+     "mlp.linear_fc2.weight",
+     "mlp.linear_fc2.bias"},
+    {"self_attention.linear_qkv.layer_norm_weight",
+     "self_attention.linear_qkv.layer_norm_bias",
+     "input_layernorm.weight",
+     "input_layernorm.bias",
+     "self_attention.core_attention.softmax_offset",
+     "self_attention.linear_proj.weight",
+     "self_attention.linear_proj.bias",
+     "self_attention.linear_qkv.weight",
+     "self_attention.linear_qkv.bias",
+     "self_attention.q_layernorm.weight",
+     "self_attention.q_layernorm.bias",
+     "self_attention.k_layernorm.weight",
+     "self_attention.k_layernorm.bias",
+     "mlp.linear_fc1.layer_norm_weight",
+     "mlp.linear_fc1.layer_norm_bias",
+     "pre_mlp_layernorm.weight",
+     "pre_mlp_layernorm.bias",
+     "mlp.linear_fc1.weight",
+     "mlp.linear_fc1.bias",
+     "mlp.linear_fc2.weight",
+     "mlp.linear_fc2.bias"},
+};
+
+/* A tensor of the weights: a matrix, or one for each layer. */
+typedef struct mt_bucket_weight {
+    mt_megatron_name_parts parts;
+    int64_t layers, rows, cols; // layers -1: parts.layer alone
+} mt_bucket_weight;
+
+/* A parameter of a rank in its bucket. */
+typedef struct mt_bucket_param {
+    const mt_bucket_weight *weight;
+    int64_t layer, rows, cols; // of the rank's part
+    int64_t bucket, first;     // its place, in elements
+    bool is_copy;              // of a matrix that another rank has too
+} mt_bucket_param;
+
+/* A tensor of .metadata that is a state of a bucket. */
+typedef struct mt_bucket_tensor {
+    long long group, buffer, bucket;
+    mt_param_state state;
+    const char *name;
+    const mt_pickled *entry;
+    int64_t size;
+} mt_bucket_tensor;
+
+typedef struct mt_buckets {
+    mt_megatron *c;
+    mt_megatron_layout layout;
+    int64_t num_layers;
+    bool tied;
+    mt_bucket_weight *weights;
+    mt_bucket_tensor *tensors;
+    mt_bucket_param *params; // of one buffer
+    int64_t num_weights, num_tensors, num_params;
+} mt_buckets;
+
+/* The numbers and the state in a bucket's name; false: of another form. */
+static bool mt_bucket_name_read(const char *name, mt_bucket_tensor *tensor) {
+    int used = 0;
+    static const struct {
+        const char *name;
+        mt_param_state state;
+    } states[] = {{"param", MT_STATE_MASTER}, {"exp_avg", MT_STATE_EXP_AVG}, {"exp_avg_sq", MT_STATE_EXP_AVG_SQ}};
+    if (sscanf(name, "optimizer.distributed.dp_group_idx_%6lld.gbuf_idx_%6lld.dtype_(%n", &tensor->group,
+               &tensor->buffer, &used) != 2 ||
+        used == 0)
+        return false;
+    const char *rest = strstr(name, ").bucket_idx_");
+    if (!rest || sscanf(rest, ").bucket_idx_%6lld.%n", &tensor->bucket, &used) != 1) return false;
+    for (size_t i = 0; i < sizeof states / sizeof *states; i++)
+        if (strcmp(rest + used, states[i].name) == 0) {
+            tensor->state = states[i].state;
+            return tensor->group >= 0 && tensor->buffer >= 0 && tensor->bucket >= 0;
+        }
+    return false;
+}
+
+static const mt_bucket_tensor *mt_bucket_find(const mt_buckets *b, int64_t group, int64_t buffer, int64_t bucket,
+                                              mt_param_state state) {
+    for (int64_t i = 0; i < b->num_tensors; i++) {
+        const mt_bucket_tensor *t = &b->tensors[i];
+        if (t->group == group && t->buffer == buffer && t->bucket == bucket && t->state == state) return t;
+    }
+    return NULL;
+}
+
+/* Lists the tensors of the weights and of the buckets. */
+static int mt_buckets_list(mt_buckets *b, const mt_pickled *entries, mt_error *error) {
+    b->weights = mt_calloc(mt_max(entries->count, 1) * (int64_t)sizeof *b->weights);
+    b->tensors = mt_calloc(mt_max(entries->count, 1) * (int64_t)sizeof *b->tensors);
+    for (int64_t i = 0; i < entries->count; i++) {
+        const char *name = mt_pickled_text(entries->items[2 * i]), *class = mt_pickled_class(entries->items[2 * i + 1]);
+        const mt_pickled *entry = entries->items[2 * i + 1];
+        int64_t shape[8], num_dims;
+        if (!name || !class || !mt_text_ends_with(class, ".TensorStorageMetadata") || strstr(name, "_extra_state"))
+            continue;
+        num_dims = mt_pickled_sizes(mt_pickled_get(entry, "size"), shape, 8);
+        if (num_dims < 0) return mt_megatron_bad_entry(b->c, name, error);
+        if (strncmp(name, "optimizer.", 10) == 0) {
+            mt_bucket_tensor *t = &b->tensors[b->num_tensors];
+            if (!mt_bucket_name_read(name, t)) continue;
+            if (num_dims != 1 || shape[0] > INT64_MAX / 16) return mt_megatron_bad_entry(b->c, name, error);
+            t->name = name, t->entry = entry, t->size = shape[0], b->num_tensors++;
+            continue;
+        }
+        mt_bucket_weight *w = &b->weights[b->num_weights];
+        if (num_dims == 0) continue;
+        if (!mt_name_split(name, &w->parts)) return mt_megatron_bad_entry(b->c, name, error);
+        int64_t lead = w->parts.has_layers;
+        if (num_dims < lead + 1 || num_dims > lead + 2) return mt_megatron_bad_entry(b->c, name, error);
+        w->layers = lead ? shape[0] : -1, w->rows = shape[lead], w->cols = num_dims > lead + 1 ? shape[lead + 1] : 1;
+        int64_t elements;
+        if (__builtin_mul_overflow(w->rows, w->cols, &elements) || elements > INT64_MAX / 16)
+            return mt_megatron_bad_entry(b->c, name, error);
+        b->num_weights++;
+    }
+    return 0;
+}
+
+/* The weight of a layer (-1: none) by its name behind `prefix`, or NULL. */
+static const mt_bucket_weight *mt_bucket_weight_find(const mt_buckets *b, const char *prefix, const char *name,
+                                                     int64_t layer) {
+    for (int64_t i = 0; i < b->num_weights; i++) {
+        const mt_bucket_weight *w = &b->weights[i];
+        size_t length = strlen(prefix);
+        if (strncmp(w->parts.text, prefix, length) != 0 || strcmp(w->parts.text + length, name) != 0) continue;
+        if (w->layers >= 0 ? layer < w->layers : w->parts.layer == layer) return w;
+    }
+    return NULL;
+}
+
+/* Appends a parameter of tensor rank `tp`, if the model has it. */
+static void mt_bucket_append(mt_buckets *b, const char *prefix, const char *name, int64_t layer, int64_t tp) {
+    const mt_bucket_weight *w = mt_bucket_weight_find(b, prefix, name, layer);
+    if (!w) return;
+    mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
+    b->params[b->num_params++] = (mt_bucket_param){.weight = w,
+                                                   .layer = layer,
+                                                   .rows = cut == MT_MEGATRON_ROWS ? w->rows / b->layout.tp : w->rows,
+                                                   .cols = cut == MT_MEGATRON_COLS ? w->cols / b->layout.tp : w->cols,
+                                                   .is_copy = cut == MT_MEGATRON_WHOLE && tp > 0};
+}
+
+/* The parameters of one virtual stage in the order of its modules. */
+static void mt_bucket_list_params(mt_buckets *b, int64_t tp, int64_t pp, int64_t chunk) {
+    const mt_megatron_layout *l = &b->layout;
+    int64_t stages = l->pp * l->chunks, stage = chunk * l->pp + pp, layers = b->num_layers / stages;
+    b->num_params = 0;
+    if (stage == 0) {
+        mt_bucket_append(b, "embedding.", "word_embeddings.weight", -1, tp);
+        mt_bucket_append(b, "embedding.", "position_embeddings.weight", -1, tp);
+    }
+    for (int64_t layer = stage * layers; layer < (stage + 1) * layers; layer++)
+        for (int i = 0; i < MT_BUCKET_NAMES; i++)
+            mt_bucket_append(b, "decoder.layers.", mt_bucket_orders[b->c->bucket_order][i], layer, tp);
+    if (stage + 1 < stages) return;
+    mt_bucket_append(b, "decoder.", "final_layernorm.weight", -1, tp);
+    mt_bucket_append(b, "decoder.", "final_layernorm.bias", -1, tp);
+    mt_bucket_append(b, "output_layer.", "weight", -1, tp);
+    if (!b->tied || stages == 1) return;
+    int64_t before = b->num_params;
+    mt_bucket_append(b, "embedding.", "word_embeddings.weight", -1, tp);
+    if (b->num_params > before) b->params[before].is_copy = true;
+}
+
+static int64_t mt_bucket_aligned(int64_t at) {
+    return mt_divide_up(at, MT_BUCKET_ALIGNMENT) * MT_BUCKET_ALIGNMENT;
+}
+
+/* True for the first matrix of an MLP with a gate: a rank has its rows of the gate, then those of the other half. */
+static bool mt_bucket_is_gated(const mt_buckets *b, const mt_bucket_weight *w) {
+    return b->layout.gated && strstr(w->parts.text, "mlp.linear_fc1.") &&
+           mt_megatron_cut_of(w->parts.text) == MT_MEGATRON_ROWS;
+}
+
+/* True if the tensor ranks have equal parts of a matrix, with a gate of both of its halves. */
+static bool mt_bucket_divides(const mt_buckets *b, const mt_bucket_weight *w) {
+    mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
+    int64_t parts = b->layout.tp * (mt_bucket_is_gated(b, w) ? 2 : 1);
+    return cut == MT_MEGATRON_WHOLE || (cut == MT_MEGATRON_ROWS ? w->rows : w->cols) % parts == 0;
+}
+
+/* Gives the parameters their places in the buckets of a buffer; false: they do not fill them. */
+static bool mt_bucket_place_params(mt_buckets *b, int64_t group, int64_t buffer) {
+    int64_t bucket = 0, end = 0;
+    const mt_bucket_tensor *in = mt_bucket_find(b, group, buffer, 0, MT_STATE_MASTER);
+    for (int64_t i = b->num_params - 1; i >= 0 && in; i--) {
+        mt_bucket_param *param = &b->params[i];
+        int64_t first = mt_bucket_aligned(end), count = param->rows * param->cols;
+        if (end > 0 && (end == in->size || first == in->size)) {
+            in = mt_bucket_find(b, group, buffer, ++bucket, MT_STATE_MASTER), first = 0;
+            if (!in) return false;
+        }
+        if (first > in->size || count > in->size - first || !mt_bucket_divides(b, param->weight)) return false;
+        param->bucket = bucket, param->first = first, end = first + count;
+    }
+    return in && (end == in->size || mt_bucket_aligned(end) == in->size) &&
+           !mt_bucket_find(b, group, buffer, bucket + 1, MT_STATE_MASTER);
+}
+
+/* Adds elements [first, first + count) of a rank's part of a matrix, which lie at `data`, row after row. */
+static int mt_bucket_add_elements(mt_buckets *b, const mt_bucket_param *param, int64_t tp, mt_param_state state,
+                                  int64_t first, int64_t count, const char *data, mt_dtype dtype, const char *path,
+                                  mt_error *error) {
+    const mt_bucket_weight *w = param->weight;
+    mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
+    int64_t halves = mt_bucket_is_gated(b, w) ? 2 : 1, block = param->rows / halves;
+    while (count > 0) {
+        int64_t row = first / param->cols, col = first % param->cols, in_block = row % block;
+        bool whole = col == 0 && count >= param->cols;
+        mt_rectangle part = {row, 1, col, mt_min(count, param->cols - col)};
+        if (whole) part.rows = mt_min(count / param->cols, block - in_block);
+        int64_t taken = part.rows * part.cols;
+        if (cut == MT_MEGATRON_ROWS) part.row = row / block * (w->rows / halves) + tp * block + in_block;
+        if (cut == MT_MEGATRON_COLS) part.col += tp * param->cols;
+        if (mt_megatron_add_at(b->c, &w->parts, param->layer, -1, state, w->rows, w->cols, part, path, data, dtype,
+                               error) != 0)
+            return -1;
+        first += taken, count -= taken, data += taken * mt_dtype_size(dtype);
+    }
+    return 0;
+}
+
+/* Adds the chunks of one state of a bucket: those of data-parallel ranks, each with parts of parameters or padding. */
+static int mt_bucket_add(mt_buckets *b, const mt_bucket_tensor *t, int64_t tp, const mt_storage *storage,
+                         mt_error *error) {
+    const mt_pickled *chunks = mt_pickled_get(t->entry, "chunks"), *properties = mt_pickled_get(t->entry, "properties");
+    const mt_pickled *built = properties && properties->kind == MT_PICKLED_OBJECT ? properties->items[2] : NULL;
+    int dtype = mt_pickled_dtype(mt_pickled_item(built, 0));
+    bool is_float = dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16;
+    if (!chunks || chunks->kind != MT_PICKLED_LIST || !is_float) return mt_megatron_bad_entry(b->c, t->name, error);
+    for (int64_t i = 0; i < chunks->count; i++) {
+        int64_t offset, size, size_of = mt_dtype_size((mt_dtype)dtype);
+        if (mt_pickled_sizes(mt_pickled_get(chunks->items[i], "offsets"), &offset, 1) != 1 ||
+            mt_pickled_sizes(mt_pickled_get(chunks->items[i], "sizes"), &size, 1) != 1 || offset > t->size ||
+            size > t->size - offset)
+            return mt_megatron_bad_entry(b->c, t->name, error);
+        const char *data = NULL, *path = NULL;
+        for (int64_t k = 0; k < b->num_params; k++) {
+            const mt_bucket_param *param = &b->params[k];
+            int64_t from = mt_max(offset, param->first);
+            int64_t to = mt_min(offset + size, param->first + param->rows * param->cols);
+            if (param->bucket != t->bucket || param->is_copy || from >= to) continue;
+            if (!data)
+                data = mt_megatron_chunk_data(b->c, t->name, &offset, &size, 1, (mt_dtype)dtype, storage, &path, error);
+            if (!data || mt_bucket_add_elements(b, param, tp, t->state, from - param->first, to - from,
+                                                data + (from - offset) * size_of, (mt_dtype)dtype, path, error) != 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+/* The updates that the optimizer of the first rank has made. */
+static int mt_bucket_read_step(mt_megatron *c, const mt_storage *storage, mt_error *error) {
+    static const char name[] = "optimizer.distributed.dp_group_idx_0.optimizer/";
+    for (int64_t i = 0; i < storage->count; i++) {
+        if (strncmp(storage->rows[i].name, name, sizeof name - 1) != 0) continue;
+        const mt_safetensors_file *file;
+        mt_zip zip;
+        mt_pickle *pickle;
+        int status = mt_megatron_open_blob(c, &storage->rows[i], &file, &zip, &pickle, error);
+        const mt_pickled *root = status == 0 ? mt_pickle_root(pickle) : NULL;
+        if (root && root->kind == MT_PICKLED_LIST) root = mt_pickled_item(root, 0);
+        const mt_pickled *groups = mt_pickled_get(root, "param_groups");
+        mt_megatron_steps(c, mt_pickled_get(mt_pickled_item(groups, 0), "step"), &c->bucket_step);
+        mt_pickle_free(pickle);
+        mt_zip_free(&zip);
+        return status;
+    }
+    return 0;
+}
+
+/* A part of the model whose buckets have no known place, or NULL. */
+static const char *mt_buckets_unknown(const mt_buckets *b, const mt_pickled *entries, const mt_pickled *args) {
+    static const char *const uneven[] = {"decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+                                         "pipeline_model_parallel_layout"};
+    static const char *const counted[] = {"account_for_embedding_in_pipeline_split",
+                                          "account_for_loss_in_pipeline_split"};
+    for (int64_t i = 0; i < entries->count; i++) {
+        const char *name = mt_pickled_text(entries->items[2 * i]);
+        if (name && strncmp(name, "chained_", 8) == 0) return "a model with several optimizers, as of experts";
+    }
+    if (!args) return "a folder without the arguments of its run";
+    if (b->layout.tp * b->layout.pp > MT_MEGATRON_RANKS) return "so many ranks";
+    for (size_t i = 0; i < sizeof uneven / sizeof *uneven; i++) {
+        const mt_pickled *value = mt_pickled_get(args, uneven[i]);
+        if (value && value->kind != MT_PICKLED_NONE) return "pipeline stages of different numbers of layers";
+    }
+    for (size_t i = 0; i < sizeof counted / sizeof *counted; i++)
+        if (mt_args_true(args, counted[i])) return "pipeline stages of different numbers of layers";
+    if (b->num_layers % (b->layout.pp * b->layout.chunks) != 0) return "pipeline stages of different numbers of layers";
+    for (int64_t i = 0; i < b->num_weights; i++) {
+        const char *text = b->weights[i].parts.text;
+        bool known = strcmp(text, "output_layer.weight") == 0 || strncmp(text, "embedding.", 10) == 0 ||
+                     strncmp(text, "decoder.final_layernorm.", 24) == 0;
+        for (int k = 0; k < MT_BUCKET_NAMES && !known && strncmp(text, "decoder.layers.", 15) == 0; k++)
+            known = strcmp(text + 15, mt_bucket_orders[0][k]) == 0;
+        if (!known) return "other layers than attention and a dense MLP";
+    }
+    return NULL;
+}
+
+/* Adds the pieces of all buckets, with `tensors`; else only their step. */
+static int mt_buckets_read(mt_megatron *c, const mt_pickled *entries, bool tensors, const mt_storage *storage,
+                           mt_error *error) {
+    const mt_pickled *args = mt_megatron_args(c);
+    mt_buckets b = {.c = c, .layout = {.tp = mt_args_int(args, "tensor_model_parallel_size", 1)}};
+    b.layout.pp = mt_args_int(args, "pipeline_model_parallel_size", 1);
+    b.layout.chunks = mt_args_int(args, "virtual_pipeline_model_parallel_size", 1);
+    b.layout.gated = mt_args_true(args, "swiglu") || mt_args_true(args, "geglu") || mt_args_true(args, "quick_geglu");
+    b.num_layers = mt_args_int(args, "num_layers", 0);
+    int status = mt_buckets_list(&b, entries, error);
+    b.tied = !mt_bucket_weight_find(&b, "output_layer.", "weight", -1);
+    if (status == 0) c->other_optimizer = mt_buckets_unknown(&b, entries, args);
+    c->has_optimizer = !c->other_optimizer;
+    if (status == 0 && !c->other_optimizer) status = mt_bucket_read_step(c, storage, error);
+    bool reads = status == 0 && tensors && !c->other_optimizer;
+    if (reads) b.params = mt_calloc((b.num_layers * MT_BUCKET_NAMES + 8) * (int64_t)sizeof *b.params);
+    for (int64_t group = 0; group < b.layout.tp * b.layout.pp && reads && status == 0; group++)
+        for (int64_t chunk = 0; chunk < b.layout.chunks && status == 0; chunk++) {
+            int64_t tp = group % b.layout.tp;
+            mt_bucket_list_params(&b, tp, group / b.layout.tp, chunk);
+            c->misplaced = !mt_bucket_place_params(&b, group, chunk);
+            if (c->misplaced)
+                status = mt_error_set(error,
+                                      "%s: the buckets of the optimizer's state (dp_group_idx_%lld) have other sizes "
+                                      "than the model's parameters; save it by Megatron-LM with "
+                                      "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim",
+                                      c->folder, (long long)group);
+            for (int64_t i = 0; i < b.num_tensors && status == 0; i++)
+                if (b.tensors[i].group == group && b.tensors[i].buffer == chunk)
+                    status = mt_bucket_add(&b, &b.tensors[i], tp, storage, error);
+        }
+    free(b.weights), free(b.tensors), free(b.params);
+    return status;
+}
+
+static int mt_megatron_open_dist(mt_megatron *c, bool tensors, bool weights, mt_error *error) {
+    char *path = mt_path_join(c->folder, ".metadata");
+    int64_t bytes;
+    mt_pickle *pickle = NULL;
+    mt_storage storage = {0};
+    char *text = mt_file_read(path, MT_METADATA_BYTES, &bytes, error);
+    int status = text ? mt_pickle_read(&pickle, text, bytes, path, error) : -1;
+    free(text);
+    if (status == 0)
+        status = mt_storage_read(&storage, mt_pickled_get(mt_pickle_root(pickle), "storage_data"), path, error);
+    if (status == 0) status = mt_megatron_read_common(c, &storage, error);
+    const mt_pickled *entries = status == 0 ? mt_pickled_get(mt_pickle_root(pickle), "state_dict_metadata") : NULL;
+    if (status == 0 && (!entries || entries->kind != MT_PICKLED_DICT))
+        status = mt_error_set(error, "%s: has no \"state_dict_metadata\", the list of the tensors; get it again", path);
+    for (int64_t i = 0; status == 0 && i < entries->count; i++) {
+        const char *name = mt_pickled_text(entries->items[2 * i]), *class = mt_pickled_class(entries->items[2 * i + 1]);
+        if (name && strstr(name, ".gbuf_idx_")) c->has_buckets = true;
+        if (!name || !class || !mt_text_ends_with(class, ".TensorStorageMetadata")) continue;
+        if (mt_name_is_second(entries, name)) continue;
+        if (tensors) status = mt_megatron_add_tensor(c, name, entries->items[2 * i + 1], weights, &storage, error);
+        mt_param_state state;
+        if (mt_state_of_name(&name, &state) && state != MT_STATE_WEIGHTS) c->has_optimizer = true;
+    }
+    if (status == 0 && c->has_buckets) status = mt_buckets_read(c, entries, tensors && !weights, &storage, error);
+    free(storage.rows);
+    mt_pickle_free(pickle);
+    free(path);
+    return status;
+}
+
+/* ---- torch: a file of each tensor, pipeline and expert rank */
 
 /* Reads the file of a rank. */
 typedef struct mt_rank_file {
@@ -768,10 +1175,68 @@ const char *mt_megatron_format(const char *folder) {
     return NULL;
 }
 
-static int mt_megatron_open_parts(mt_megatron **checkpoint, const char *folder, bool tensors, bool weights,
-                                  mt_error *error) {
+/* Element (row, col) of a matrix in the type of its file, as a float; false: in no piece, or of another type. */
+static bool mt_matrix_element(const mt_megatron_matrix *matrix, int64_t row, int64_t col, float *value,
+                              mt_dtype *dtype) {
+    for (int64_t i = 0; matrix && i < matrix->count; i++) {
+        const mt_megatron_piece *piece = &matrix->pieces[i];
+        int64_t r = row - piece->part.row, k = col - piece->part.col;
+        if (r < 0 || r >= piece->part.rows || k < 0 || k >= piece->part.cols) continue;
+        *dtype = piece->tensor.dtype;
+        const char *at = (const char *)piece->tensor.data + (r * piece->part.cols + k) * mt_dtype_size(*dtype);
+        uint16_t half;
+        if (*dtype == MT_F32)
+            memcpy(value, at, 4);
+        else if (mt_dtype_is_half(*dtype))
+            memcpy(&half, at, 2), *value = mt_half_to_f32(half, *dtype);
+        else
+            return false;
+        return true;
+    }
+    return false;
+}
+
+/* True if master weights in buckets, rounded, are the weights of the folder, at the first elements of every piece:
+ * parameters in another order would stand out. Else an error. */
+static bool mt_buckets_match(const mt_megatron *c, mt_error *error) {
+    enum { COMPARED = 16 };
+    mt_megatron *weights;
+    if (mt_megatron_open(&weights, c->folder, true, error) != 0) return false;
+    bool equal = c->num_matrices > 0;
+    for (int64_t i = 0; i < c->num_matrices && equal; i++) {
+        const mt_megatron_matrix *master = &c->matrices[i];
+        if (master->state != MT_STATE_MASTER) continue;
+        const mt_megatron_matrix *own =
+            mt_megatron_find(weights, MT_STATE_WEIGHTS, master->name, master->layer, master->expert);
+        for (int64_t k = 0; k < master->count && equal; k++) {
+            mt_rectangle part = master->pieces[k].part;
+            for (int64_t col = part.col; col < part.col + mt_min(part.cols, COMPARED) && equal; col++) {
+                float kept, wanted;
+                mt_dtype of_kept, of_wanted;
+                equal = mt_matrix_element(master, part.row, col, &kept, &of_kept) &&
+                        mt_matrix_element(own, part.row, col, &wanted, &of_wanted);
+                if (equal && mt_dtype_is_half(of_wanted))
+                    kept = mt_half_to_f32(mt_f32_to_half(kept, of_wanted), of_wanted);
+                equal = equal && (kept == wanted || (kept != kept && wanted != wanted));
+            }
+        }
+        if (!equal)
+            mt_error_set(
+                error,
+                "%s: the optimizer's master weights of \"%.120s\" are not its weights: its buckets have another "
+                "order of parameters than is known here; save it by Megatron-LM with "
+                "--dist-ckpt-optim-fully-reshardable, or continue with a new optimizer by --no-load-optim",
+                c->folder, master->name);
+    }
+    mt_megatron_close(weights);
+    return equal;
+}
+
+static int mt_megatron_open_once(mt_megatron **checkpoint, const char *folder, bool tensors, bool weights,
+                                 int64_t bucket_order, bool *misplaced, mt_error *error) {
     mt_megatron *c = mt_calloc(sizeof *c);
     c->folder = mt_strdup(folder);
+    c->bucket_order = bucket_order, c->bucket_step = -1;
     const char *format = mt_megatron_format(folder);
     int status;
     if (!format)
@@ -781,11 +1246,27 @@ static int mt_megatron_open_parts(mt_megatron **checkpoint, const char *folder, 
     else
         status = mt_megatron_open_torch(c, tensors && weights, error);
     if (status == 0 && tensors) status = mt_megatron_group(c, error);
+    *misplaced = c->misplaced;
     if (status == 0)
         *checkpoint = c;
     else
         mt_megatron_close(c), *checkpoint = NULL;
     return status;
+}
+
+/* Opens a folder; the state in buckets by the order of parameters in which its master weights are the weights. */
+static int mt_megatron_open_parts(mt_megatron **checkpoint, const char *folder, bool tensors, bool weights,
+                                  mt_error *error) {
+    bool misplaced;
+    for (int64_t order = 0;; order++) {
+        bool is_last = order + 1 == MT_BUCKET_ORDERS;
+        int status = mt_megatron_open_once(checkpoint, folder, tensors, weights, order, &misplaced, error);
+        if (status != 0 && misplaced && !is_last) continue;
+        if (status != 0 || !tensors || weights || !(*checkpoint)->has_buckets) return status;
+        if ((*checkpoint)->other_optimizer || mt_buckets_match(*checkpoint, error)) return 0;
+        mt_megatron_close(*checkpoint), *checkpoint = NULL;
+        if (is_last) return -1;
+    }
 }
 
 int mt_megatron_open(mt_megatron **checkpoint, const char *folder, bool weights, mt_error *error) {
@@ -848,22 +1329,6 @@ const mt_pickled *mt_megatron_schedule(const mt_megatron *c) {
     return mt_pickled_get(c->common_state, "opt_param_scheduler");
 }
 
-/* A whole number of steps, or a tensor of one float that is one, as PyTorch's Adam counts. */
-static bool mt_megatron_steps(const mt_megatron *c, const mt_pickled *value, int64_t *step) {
-    mt_torch_tensor tensor;
-    mt_error ignored;
-    mt_zip_entry holds;
-    float number;
-    if (mt_pickled_int(value, 0, INT32_MAX, step)) return true;
-    if (!mt_pickled_tensor(value, &tensor) || tensor.count != 1 || tensor.dtype != MT_F32) return false;
-    const void *data = mt_megatron_tensor_data(&c->common_zip, &tensor, &holds, c->folder, "step", &ignored);
-    if (!data || mt_zip_verify(&holds, c->folder, &ignored) != 0) return false;
-    memcpy(&number, data, sizeof number);
-    if (!(number >= 0 && number < 1e9F)) return false;
-    *step = (int64_t)number;
-    return true;
-}
-
 /* The updates by the optimizer: a number of its state, or of its groups of parameters. */
 static bool mt_optimizer_updates(const mt_megatron *c, const mt_pickled *optimizer, int64_t *step) {
     const mt_pickled *inner = mt_pickled_get(optimizer, "optimizer"), *own = inner ? inner : optimizer;
@@ -885,6 +1350,6 @@ mt_megatron_run mt_megatron_read_run(const mt_megatron *c) {
         run.skipped_samples = run.consumed_train_samples - counted;
     run.optimizer_step = run.iteration;
     if (!mt_optimizer_updates(c, mt_pickled_get(c->common_state, "optimizer"), &run.optimizer_step))
-        run.optimizer_step = run.iteration;
+        run.optimizer_step = c->bucket_step >= 0 ? c->bucket_step : run.iteration;
     return run;
 }

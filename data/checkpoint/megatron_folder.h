@@ -32,7 +32,7 @@ typedef struct mt_megatron_run {
     int64_t iteration, consumed_train_samples, consumed_valid_samples, optimizer_step;
     int64_t skipped_samples;     // that its schedule of learning rates did not count, because fp16 overflowed
     bool has_optimizer;          // in a form that is read here
-    const char *other_optimizer; // the form of a state that is not read, or NULL
+    const char *other_optimizer; // "torch", or the part of a model whose buckets are not read, or NULL
 } mt_megatron_run;
 
 typedef struct mt_megatron mt_megatron;

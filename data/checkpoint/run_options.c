@@ -58,6 +58,7 @@ static int mt_options_find_models(mt_run_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    if (mt_hf_cache_find(&o->export_kd_teacher_load, NULL, "--export-kd-teacher-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;
     return mt_hf_cache_find(&o->tokenizer_model, NULL, "--tokenizer-model", error);
@@ -76,10 +77,15 @@ int mt_options_read_shape(mt_run_options *options, mt_error *error) {
         path = NULL;
         status = mt_options_read_megatron(options, folder, error);
     } else if (folder && !mt_folder_has(folder, "config.json"))
-        status = mt_error_set(error,
-                              "--load %s: holds an adapter; name its base by --load and this folder by "
-                              "--load-adapter",
-                              options->load);
+        status = options->auto_resume && mt_options_falls_back(options)
+                     ? mt_error_set(error,
+                                    "--auto-resume: the run of --save %s has adapters; give its --lora-rank and "
+                                    "--lora-target to continue it, or another --save",
+                                    options->save)
+                     : mt_error_set(error,
+                                    "--load %s: holds an adapter; name its base by --load and this folder by "
+                                    "--load-adapter",
+                                    options->load);
     if (status == 0 && path) status = mt_options_read_json(options, path, true, error);
     if (status == 0 && path) status = mt_generation_config_read(options, folder, error);
     if (status == 0 && options->hf_config) status = mt_options_read_json(options, options->hf_config, false, error);

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 void mt_samples_free(mt_samples *samples) {
     free(samples->offsets);
@@ -961,6 +962,14 @@ static int read_parquet(reader *r, const char *path, mt_error *error) {
 static int read_file(reader *r, const char *path, mt_error *error) {
     mt_mapping file;
     int64_t first_line = 1;
+    char *behind;
+    bool is_number = strtod(path, &behind) >= 0 && behind > path && *behind == 0;
+    if (is_number && access(path, F_OK) != 0)
+        return mt_error_set(
+            error,
+            "%s: is a weight, which only indexed datasets have; name the files of samples alone; each is "
+            "read whole",
+            path);
     int status = mt_mapping_open(&file, path, error);
     if (status == 0 && mt_is_parquet(path, file.bytes, file.size)) {
         mt_mapping_close(&file);

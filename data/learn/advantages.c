@@ -75,23 +75,38 @@ static double mt_group_advantage(const mt_advantage_tokens *t, const mt_advantag
         return distance * g.responses / mt_maximum(g.scored, 1);
     case MT_ADV_GRPO_PASSK: // NaN stays
         return scores[s] < g.best ? 0 : (g.best - g.second) / divisor;
+    case MT_ADV_GDPO: // of one of its rewards
+        return distance / divisor;
+    case MT_ADV_GIGPO:
+        return c->step_weights * (distance / divisor);
     case MT_ADV_REINFORCE_PLUS_PLUS_BASELINE:
     case MT_ADV_REMAX:
     case MT_ADV_GAE:
     case MT_ADV_REINFORCE:
+    case MT_ADV_STEP_REINFORCE:
     case MT_ADV_REINFORCE_PLUS_PLUS:
+    case MT_ADV_OPTIMAL_TOKEN_BASELINE:
         break;
     }
     return distance;
+}
+
+static double mt_gdpo_advantage(const mt_advantage_tokens *t, const mt_advantage_config *c, int64_t s) {
+    double sum = 0;
+    for (int64_t i = 0; i < t->num_parts; i++) sum += t->part_weights[i] * mt_group_advantage(t, c, t->parts[i], s);
+    return sum;
 }
 
 /* Backwards over the counted tokens of a sequence; tokens between them are passed over. */
 static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c, const double *scores,
                                    int64_t s) {
     bool gae = c->estimator == MT_ADV_GAE, remax = c->estimator == MT_ADV_REMAX;
-    bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS;
+    bool by_token = gae || remax || c->estimator == MT_ADV_REINFORCE || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS ||
+                    c->estimator == MT_ADV_STEP_REINFORCE || c->estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
     double baseline = remax ? t->baselines[s] : 0;
-    double next_value = 0, running = 0, of_group = by_token ? 0 : mt_group_advantage(t, c, scores, s);
+    double next_value = 0, running = 0, of_group = 0;
+    if (!by_token)
+        of_group = c->estimator == MT_ADV_GDPO ? mt_gdpo_advantage(t, c, s) : mt_group_advantage(t, c, scores, s);
     const mt_span *span = &t->sequences[s];
     for (int64_t i = span->q_start + span->q_len - 1; i >= span->q_start; i--) {
         if (t->mask[i] == 0) continue;
@@ -101,6 +116,47 @@ static void mt_sequence_advantages(const mt_advantage_tokens *t, const mt_advant
         } else
             running = by_token ? t->rewards[i] + c->gamma * running : of_group;
         t->advantages[i] = running - baseline, t->returns[i] = gae ? running + t->values[i] : running;
+    }
+}
+
+/* Adds to each step of the group of sequence s, [steps], the returns times their weights, and the weights; with
+ * sums[steps] and weights[steps]. Returns the counted tokens of the longest of the others. */
+static int64_t mt_add_path_weights(const mt_advantage_tokens *t, int64_t s, double *sums, double *weights) {
+    int64_t longest = 0;
+    for (int64_t other = 0; other < t->num_sequences; other++) {
+        const mt_span *span = &t->sequences[other];
+        double path = 0;
+        int64_t step = 0;
+        if (t->groups[other] != t->groups[s]) continue;
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len; i++) {
+            if (t->mask[i] == 0) continue;
+            double weight = t->rollout_weights ? t->rollout_weights[i] * t->rollout_weights[i] : 1;
+            path += weight * (1 - 2 * exp(t->old_logp[i]) + t->squares[i]);
+            sums[step] += t->returns[i] * path, weights[step++] += path;
+        }
+        if (other != s) longest = step > longest ? step : longest;
+    }
+    return longest;
+}
+
+/* Subtracts from the returns the baseline of each step, verl's optimal token baseline. A step that one response alone
+ * has reached, or the only response of a group, has none. */
+static void mt_subtract_token_baselines(const mt_advantage_tokens *t) {
+    for (int64_t s = 0; s < t->num_sequences; s++) {
+        const mt_span *span = &t->sequences[s];
+        int64_t alone = 0, step = 0, steps = 1;
+        for (int64_t other = 0; other < t->num_sequences; other++) {
+            if (t->sequences[other].q_len > steps) steps = t->sequences[other].q_len;
+            alone += t->groups[other] == t->groups[s];
+        }
+        double *sums = mt_calloc(2 * steps * 8), *weights = sums + steps;
+        int64_t others = mt_add_path_weights(t, s, sums, weights);
+        for (int64_t i = span->q_start; i < span->q_start + span->q_len && alone > 1; i++) {
+            if (t->mask[i] == 0) continue;
+            if (step < others) t->advantages[i] = t->returns[i] - sums[step] / (weights[step] + mt_variance_epsilon);
+            step++;
+        }
+        free(sums);
     }
 }
 
@@ -114,9 +170,11 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
             scores[s] += t->rewards[i], counted[i] = t->mask[i];
     }
     for (int64_t s = 0; s < t->num_sequences; s++) mt_sequence_advantages(t, c, scores, s);
-    bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
+    if (c->estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE) mt_subtract_token_baselines(t);
+    bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE ||
+                   c->estimator == MT_ADV_GDPO;
     if (c->whiten || whitens) mt_whiten(t->advantages, counted, t->T);
-    bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE; // verl's returns of it are whitened
+    bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE || c->estimator == MT_ADV_GDPO; // verl's
     for (int64_t i = 0; i < t->T && returns_too; i++) t->returns[i] = t->advantages[i];
     for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], -clip, clip);
     free(scores);

@@ -14,6 +14,7 @@ typedef struct mt_advantage_config {
     bool norm_by_std;      // GRPO, GRPO_PASSK
     bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ and its baseline: always
     double advantage_clip; // to +-, at the end; 0: none
+    double step_weights;   // GIGPO: the sum of the weights of a response and of its step
 } mt_advantage_config;
 
 typedef struct mt_advantage_tokens {
@@ -25,6 +26,12 @@ typedef struct mt_advantage_tokens {
     const double *values;         // [T] GAE: of the critic
     double *advantages, *returns; // [T] results; 0 where the mask is 0
     const double *baselines;      // [num_sequences] REMAX: of the prompt
+    /* GDPO: the scores parts[num_parts][num_sequences] by several rewards, and their weights; `rewards` is not read */
+    int64_t num_parts;
+    const double *part_weights;
+    const double *const *parts;
+    const double *old_logp, *squares; // [T] OPTIMAL_TOKEN_BASELINE: of the old policy; squares: mt_cross_entropy_args
+    const double *rollout_weights;    // [T] the same; NULL: 1
 } mt_advantage_tokens;
 
 /* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with

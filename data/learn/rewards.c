@@ -336,6 +336,7 @@ static bool goes_on(const char *start, const char *p, const char *end) {
         return true;
     if (p + 1 < end && *p == ':' && is_digit(p + 1, end)) return true; // a ratio, a time
     if (p + 1 < end && *p == '*' && isalnum((unsigned char)p[1])) return true;
+    if (p + 1 < end && (*p == 'x' || *p == 'X') && isxdigit((unsigned char)p[1])) return true; // 2x3, 0x1f
     if (starts_with(p, end, "pi") && !(p + 2 < end && isalpha((unsigned char)p[2]))) return true;
     p = skip_spaces(p, end);
     bool divided = p < end && *p == '/';
@@ -365,6 +366,8 @@ static place place_of(const char *start, const char *p) {
     if (p - 1 > start && p[-1] == ':' && is_digit(p - 2, p)) return OPERAND;
     if (p - 1 > start && p[-1] == '+' && (isalnum((unsigned char)p[-2]) || p[-2] == ')' || p[-2] == '}'))
         return OPERAND;
+    if (p - 1 > start && (p[-1] == 'x' || p[-1] == 'X' || p[-1] == '*') && is_digit(p - 2, p)) return OPERAND;
+    if (p - 2 > start && ends_with(start, p, "**") && is_digit(p - 3, p)) return OPERAND;
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (ends_with(start, p, words[i])) return OPERAND;
     return ALONE;
@@ -411,10 +414,26 @@ static const char *skip_function(const char *p, const char *end) {
     return after > next ? after : p;
 }
 
+static const char *const sign_words[] = {"minus", "Minus", "negative", "Negative", NULL};
+
+/* True if a word for a minus sign stands before p, and no number before it, as in "7 minus 5". */
+static bool follows_sign_word(const char *start, const char *p) {
+    while (p > start && (p[-1] == ' ' || p[-1] == '$')) p--;
+    for (int i = 0; sign_words[i]; i++) {
+        if (!ends_with(start, p, sign_words[i])) continue;
+        p -= strlen(sign_words[i]);
+        if (p > start && (isalpha((unsigned char)p[-1]) || p[-1] == '-')) return false; // non-negative
+        while (p > start && p[-1] == ' ') p--;
+        return p == start || !(is_digit(p - 1, p) || strchr(")}", p[-1]));
+    }
+    return false;
+}
+
 /* True if a minus sign stands before p, perhaps with a currency sign or brackets between, and is no subtraction as in
  * 3-5. Spaces may follow it after a sign such as = or a bracket, or before a fraction of LaTeX; elsewhere it may be a
  * dash. */
 static bool is_negative(const char *start, const char *p) {
+    if (follows_sign_word(start, p)) return true;
     bool is_fraction = *p == '\\' && (p == start || p[-1] != '$');
     while (p > start && (p[-1] == '$' || p[-1] == '\\')) p--;
     const char *outer = p; // -(5), -{5}, -\left(5\right)
@@ -506,7 +525,14 @@ static int64_t word_at(const char *p, const char *end, bool is_unit) {
     return is_product ? 0 : bytes;
 }
 
-/* Behind "\text{...}" and its like with words alone; with a number in it only its name is skipped. p: none. */
+/* The bytes of a word for a minus sign; 0: none. */
+static int64_t sign_word_at(const char *p, const char *end) {
+    int64_t bytes = text_at(p, end, sign_words);
+    return is_letter(p + bytes, end) ? 0 : bytes;
+}
+
+/* Behind "\text{...}" and its like with words alone; with a number or a sign in it only its name is skipped. p: none.
+ */
 static const char *skip_text(const char *p, const char *end) {
     static const char *const names[] = {"\\text",   "\\textbf", "\\textit", "\\textrm", "\\mathrm",
                                         "\\mathbf", "\\mathit", "\\mathsf", "\\mbox",   NULL};
@@ -514,7 +540,8 @@ static const char *skip_text(const char *p, const char *end) {
     if (name == 0) return p;
     const char *group = skip_spaces(p + name, end), *after = skip_group(group, end);
     bool is_long = after - group > 3; // a letter alone may be a variable
-    for (const char *at = group; at < after; at++) is_long = is_long && !is_digit(at, end) && *at != '\\';
+    for (const char *at = group; at < after; at++)
+        is_long = is_long && !is_digit(at, end) && *at != '\\' && sign_word_at(at, end) == 0;
     return is_long ? after : p + name;
 }
 
@@ -562,6 +589,9 @@ static bool read_alone(const char *p, const char *end, bool boxed, long double *
             next = p + (*p == '-' ? 1 : 3);
             if (found ? !is_letter(next, end) : negative || word) return false;
             negative = negative || !found;
+        } else if (!found && !negative && (bytes = sign_word_at(p, end)) > 0) {
+            next = p + bytes;
+            negative = true;
         } else if ((next = skip_text(p, end)) > p) {
             word = next[-1] == '}';
         } else if ((bytes = word_at(p, end, found)) > 0) {

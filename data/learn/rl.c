@@ -66,9 +66,9 @@ struct mt_rl {
     char *critic_folder;       // that it saves to
     mt_run_state critic_state; // its optimizer_step, loss_scaler and skipped_samples
     mt_samples prompts;
-    int64_t *quotas;            // prompts of an iteration of each of --prompt-shares
-    mt_stops stops;             // tokens that end a response
-    mt_reward_function *reward; // of rank 0; NULL: a model's, or another rank
+    int64_t *quotas;                          // prompts of an iteration of each of --prompt-shares
+    mt_stops stops;                           // tokens that end a response
+    mt_reward_function *rewards[MT_MAX_INTS]; // of rank 0; NULL: a model's, or another rank
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
     mt_policy_config policy;
@@ -82,6 +82,8 @@ struct mt_rl {
     mt_mismatch mismatch;  // of generator and training, before the correction
     double generation_gap; // the largest difference of their log-probabilities
     double cut, rejected;  // shares of counted tokens: with a bounded weight, left out
+    mt_routes routes;      // --router-replay: a row for each of rollouts.T positions
+    double reroutes;       // the share of its choices that training would not have made
     double value_loss;
     phase_times times;
     double entropy;               // of the actor, summed over the tokens that count
@@ -359,10 +361,13 @@ static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *err
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
-    int status = 0;
-    if (o->reward == MT_REWARD_MODEL) return open_reward_model(rl, plan, error);
-    const char *argument = o->reward == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
-    if (world->rank == 0) status = mt_reward_open(&rl->reward, o->reward, argument, o->reward_timeout_seconds, error);
+    int status = mt_options_rewards(o, MT_REWARD_MODEL) ? open_reward_model(rl, plan, error) : 0;
+    for (int64_t i = 0; i < o->reward.count && status == 0 && world->rank == 0; i++) {
+        mt_reward_kind kind = (mt_reward_kind)o->reward.items[i];
+        const char *argument = kind == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
+        if (kind != MT_REWARD_MODEL)
+            status = mt_reward_open(&rl->rewards[i], kind, argument, o->reward_timeout_seconds, error);
+    }
     return mt_agree(world, status != 0, error);
 }
 
@@ -413,6 +418,7 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
 /* The prompts of all files, on every rank. */
 static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, mt_error *error) {
     const mt_run_options *o = c->options;
+    bool has_number = mt_options_rewards(o, MT_REWARD_NUMBER);
     mt_sft_config files = {.paths = o->data_path,
                            .tokenizer_path = c->tokenizer_path,
                            .vocab_size = o->stack.vocab_size,
@@ -427,8 +433,8 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .shares = o->prompt_shares,
                            .tag_key = o->tag_key,
                            .answer_key = o->answer_key,
-                           .needs_answer = o->reward == MT_REWARD_EXACT || o->reward == MT_REWARD_NUMBER,
-                           .check_answer = o->reward == MT_REWARD_NUMBER ? mt_reward_check_number : NULL,
+                           .needs_answer = mt_options_rewards(o, MT_REWARD_EXACT) || has_number,
+                           .check_answer = has_number ? mt_reward_check_number : NULL,
                            .log = log};
     int status = mt_samples_read(prompts, &files, c->tokenizer, error);
     return mt_agree(&c->grid->world, status != 0, error);
@@ -445,22 +451,30 @@ int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error) {
 static void configure_rollouts(mt_rl *rl) {
     const mt_run_options *o = rl->config.options;
     double penalty = o->overlong_buffer_length > 0 ? o->overlong_penalty_factor : o->overlong_penalty;
-    rl->rollout_config = (mt_rollout_config){.overlong = penalty > 0        ? MT_OVERLONG_PENALTY
-                                                         : o->overlong_mask ? MT_OVERLONG_MASK
-                                                                            : MT_OVERLONG_KEEP,
-                                             .overlong_penalty = penalty,
-                                             .overlong_buffer = o->overlong_buffer_length,
-                                             .max_new_tokens = o->max_new_tokens,
-                                             .reward_clip = o->reward_clip,
-                                             .dynamic_sampling = o->dynamic_sampling,
-                                             .kl_type = o->kl_loss_type,
-                                             .kl_in_reward = o->kl_in_reward ? o->kl_coef : 0,
-                                             .advantage = {.estimator = o->adv_estimator,
-                                                           .gamma = o->gamma,
-                                                           .lambda = o->lam,
-                                                           .norm_by_std = o->norm_adv_by_std,
-                                                           .whiten = o->whiten_advantages,
-                                                           .advantage_clip = o->advantage_clip}};
+    rl->rollout_config =
+        (mt_rollout_config){.overlong = penalty > 0        ? MT_OVERLONG_PENALTY
+                                        : o->overlong_mask ? MT_OVERLONG_MASK
+                                                           : MT_OVERLONG_KEEP,
+                            .overlong_penalty = penalty,
+                            .overlong_buffer = o->overlong_buffer_length,
+                            .max_new_tokens = o->max_new_tokens,
+                            .reward_clip = o->reward_clip,
+                            .dynamic_sampling = o->dynamic_sampling,
+                            .kl_type = o->kl_loss_type,
+                            .kl_in_reward = o->kl_in_reward ? o->kl_coef : 0,
+                            .advantage = {.estimator = o->adv_estimator,
+                                          .gamma = o->gamma,
+                                          .lambda = o->lam,
+                                          .norm_by_std = o->norm_adv_by_std,
+                                          .whiten = o->whiten_advantages,
+                                          .advantage_clip = o->advantage_clip,
+                                          .step_weights = o->episode_reward_weight + o->step_reward_weight},
+                            .norm_mean = o->norm_mean_type,
+                            .norm_std = o->norm_std_type,
+                            .weights = o->reward_weights,
+                            .weighs_rollouts = o->rollout_is != MT_ROLLOUT_IS_NONE};
+    for (int64_t i = rl->rollout_config.weights.count; i < o->reward.count; i++)
+        rl->rollout_config.weights.items[rl->rollout_config.weights.count++] = 1;
     rl->shape = plan_shape_of(&o->stack);
     mt_error none;
     mt_stage_loss stage;
@@ -497,7 +511,17 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     configure_rollouts(rl);
     const mt_run_options *o = config->options;
     rl->quotas = mt_calloc((o->prompt_shares.count + 1) * 8);
-    int status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
+    bool on_cpu = config->ops == &mt_cpu_ops;
+    const char *of_cpu = o->bitwise_rollouts                                 ? "--bitwise-rollouts"
+                         : o->router_replay != MT_ROUTER_REPLAY_DISABLED     ? "--router-replay"
+                         : o->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE ? "--adv-estimator optimal_token_baseline"
+                                                                             : NULL;
+    mt_cpu_batch_invariant(o->bitwise_rollouts);
+    int status = 0;
+    if (of_cpu && !on_cpu)
+        status = mt_error_set(error, "%s is for the CPU: give --device cpu, or correct the difference by --rollout-is",
+                              of_cpu);
+    if (status == 0) status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
     if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
     if (status == 0) status = check_prompts(rl, state, error);
     if (status == 0) status = find_stops(rl, &rl->stops, error);
@@ -527,12 +551,12 @@ void mt_rl_close(mt_rl *rl) {
     mt_saver_close(rl->critic_saver);
     mt_step_plan_free(&rl->plan);
     free(rl->critic_folder);
-    mt_reward_close(rl->reward);
+    for (int i = 0; i < MT_MAX_INTS; i++) mt_reward_close(rl->rewards[i]);
     mt_transfer_close(rl->transfer);
     mt_model_role_close(&rl->generator);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
-    free(rl->generated);
+    free(rl->generated), free(rl->routes.experts);
     mt_samples_free(&rl->prompts);
     free(rl->quotas);
     free(rl);
@@ -572,6 +596,7 @@ static void lap(mt_rl *rl, int phase, double *then) {
 }
 
 static mt_sampling sampling_of(const mt_run_options *o) {
+    int64_t columns = o->stack.padded_vocab_size / o->stack.tensor_model_parallel_size; // of a rank
     return (mt_sampling){.temperature = o->stack.temperature,
                          .top_p = o->top_p,
                          .top_k = o->top_k,
@@ -579,14 +604,16 @@ static mt_sampling sampling_of(const mt_run_options *o) {
                          .repetition_penalty = o->repetition_penalty,
                          .seed = (uint64_t)o->stack.seed,
                          .logprobs = true,
-                         .logp_scale = (float)(1 / o->stack.temperature)}; // as in training
+                         .logp_scale = (float)(1 / o->stack.temperature), // as in training
+                         .training_columns = o->bitwise_rollouts ? columns : 0};
 }
 
 /* Takes a response and its log-probabilities; `tokens` come before it. */
-static void take_response(mt_rl *rl, int64_t s, const mt_sequence *q, int64_t tokens) {
+static void take_response(mt_rl *rl, int64_t s, mt_sequence *q, int64_t tokens) {
     int64_t written = q->num_tokens - q->num_prompt;
     mt_rollouts_set(&rl->rollouts, s, q->tokens + q->num_prompt, written, q->finish == MT_FINISH_LENGTH);
     memcpy(rl->generated + tokens, q->logps, (size_t)written * 4);
+    rl->rollouts.routes[s] = q->routes, q->routes = NULL;
 }
 
 /* The model that writes responses. */
@@ -606,20 +633,38 @@ static int prepare_generator(mt_rl *rl, mt_error *error) {
     return 0;
 }
 
-/* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. */
+/* Generates sequences[count, each] of the prompts texts[count] with the numbers lengths[count] of tokens. The first has
+ * the id first_id. greedy: the most probable tokens. */
+static int write_responses(mt_rl *rl, int64_t first_id, int64_t each, bool greedy, const int32_t *const *texts,
+                           const int64_t *lengths, int64_t count, mt_sequence *sequences, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_rollout rollout = {.num_return_sequences = each,
+                          .max_new_tokens = o->max_new_tokens,
+                          .first_id = first_id,
+                          .sampling = sampling_of(o),
+                          .stops = rl->stops,
+                          .is_stopped = mt_stop_requested,
+                          .keeps_routes = !greedy && o->router_replay == MT_ROUTER_REPLAY_R3};
+    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, first_id, count * each);
+    if (greedy) rollout.sampling.temperature = 0;
+    if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
+    int status = mt_rollout_generate(generator_of(rl)->model, &rollout, texts, lengths, count, sequences, error);
+    mt_responses_close(&responses);
+    return status;
+}
+
+/* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. With remax, a greedy
+ * one follows those of each prompt. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     mt_rollouts *r = &rl->rollouts;
-    int64_t group = o->num_return_sequences, count = prompts * group, first = r->count, tokens = 0, more = 0;
+    bool has_baselines = o->adv_estimator == MT_ADV_REMAX;
+    int64_t each = o->num_return_sequences, group = each + has_baselines, count = prompts * each, first = r->count;
+    int64_t tokens = 0, more = 0;
     int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
     const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
-    mt_rollout rollout = {.num_return_sequences = group, .max_new_tokens = o->max_new_tokens};
-    rollout.first_id = position * group, rollout.sampling = sampling_of(o), rollout.is_stopped = mt_stop_requested;
-    rollout.stops = rl->stops;
-    int status = 0;
-    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, rollout.first_id, count);
-    if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
+    mt_sequence *greedy = mt_calloc(prompts * (int64_t)sizeof *greedy);
     if (o->prompt_shares.count > 0)
         mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
                                 mt_options_data_seed(o), position, prompts, order);
@@ -630,26 +675,32 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
     mt_model_role *generator = generator_of(rl);
-    if (status == 0) status = mt_model_role_use(generator, MT_USE_GENERATION, error);
+    int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
     if (status == 0)
-        status = mt_rollout_generate(generator->model, &rollout, texts, lengths, prompts, sequences, error);
+        status = write_responses(rl, position * each, each, false, texts, lengths, prompts, sequences, error);
+    if (status == 0 && has_baselines) {
+        status = write_responses(rl, position, 1, true, texts, lengths, prompts, greedy, error);
+        for (int64_t i = 0; i < count && status != 0; i++) mt_sequence_end(&sequences[i]);
+    }
     if (status == 0) {
-        if (first == 0)
+        if (first == 0) {
             mt_rollouts_begin(r, &rl->prompts, order, prompts, group);
-        else
+            r->has_baselines = has_baselines;
+        } else
             mt_rollouts_extend(r, order, prompts);
         for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
         for (int64_t i = 0; i < count; i++) more += sequences[i].num_tokens - sequences[i].num_prompt;
+        for (int64_t i = 0; i < prompts && has_baselines; i++) more += greedy[i].num_tokens - greedy[i].num_prompt;
         rl->generated = mt_realloc(rl->generated, mt_max(tokens + more, 1) * 4);
-        for (int64_t i = 0; i < count; i++) {
-            take_response(rl, first + i, &sequences[i], tokens);
-            tokens += r->response_tokens[first + i];
-            mt_sequence_end(&sequences[i]);
+        for (int64_t s = 0; s < prompts * group; s++) {
+            mt_sequence *q = s % group < each ? &sequences[s / group * each + s % group] : &greedy[s / group];
+            take_response(rl, first + s, q, tokens);
+            tokens += r->response_tokens[first + s];
+            mt_sequence_end(q);
         }
         rl->times.tokens[GENERATION] += (double)more;
     }
-    mt_responses_close(&responses);
-    free(order), free(lengths), free(texts), free(sequences);
+    free(order), free(lengths), free(texts), free(sequences), free(greedy);
     if (status == MT_GENERATION_STOPPED) status = MT_RL_STOPPED;
     return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
@@ -687,6 +738,7 @@ typedef struct scoring {
     mt_loss_input input;
     const mt_grid *grid;
     double entropy; // summed over the tokens that count
+    bool squares;   // the sink gets sums of squared probabilities in its place
 } scoring;
 
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
@@ -696,6 +748,7 @@ static void store(void *context, int64_t micro_batch, const mt_batch *batch, con
     (void)micro_batch;
     if (s->grid->tensor.rank > 0 || s->grid->context.rank > 0) return;
     mt_rollouts_store(s->rollouts, s->input, batch, numbers);
+    if (s->squares) mt_rollouts_store_squares(s->rollouts, batch, entropy);
     for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
 }
 
@@ -706,14 +759,18 @@ static double sequence_tokens(const mt_rl *rl) {
 
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
-    scoring s = {&rl->rollouts, input, role->grid, 0};
+    bool squares = input == MT_OLD_LOGP && rl->config.options->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
+    scoring s = {&rl->rollouts, input, role->grid, 0, squares};
     if (!role->model) return 0;
+    if (squares) mt_model_score_squares(role->model, true);
     rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
     if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
         0)
         return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
     mt_all_reduce_sum(&rl->config.grid->world, &s.entropy, 1, MT_F64);
+    if (squares) mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.squares, rl->rollouts.T, MT_F64);
+    if (squares) mt_model_score_squares(role->model, false);
     if (input == MT_OLD_LOGP) rl->entropy = s.entropy;
     return 0;
 }
@@ -740,17 +797,31 @@ static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *e
 
 /* Scores of the responses from `first` on by rank 0's reward function, for all ranks; MT_RL_STOPPED or MT_RL_UNREWARDED
  * if it gave none. */
-static int score_by_function(mt_rl *rl, int64_t first, mt_error *error) {
+static int score_by_function(mt_rl *rl, int64_t first, mt_reward_function *reward, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     const mt_group *world = &rl->config.grid->world;
     const mt_strings *stops = &rl->config.options->stop;
-    int status = world->rank == 0 ? mt_rollouts_score(r, first, rl->reward, rl->config.tokenizer, stops, error) : 0;
+    int status = world->rank == 0 ? mt_rollouts_score(r, first, reward, rl->config.tokenizer, stops, error) : 0;
     mt_broadcast(world, &status, sizeof status, 0);
     if (status == MT_REWARD_STOPPED) return MT_RL_STOPPED;
     if (mt_agree(world, status != 0, error) != 0) return MT_RL_UNREWARDED;
     mt_broadcast(world, r->scores, r->count * 8, 0);
     for (int64_t s = first; s < r->count; s++) rl->times.tokens[REWARDS] += (double)r->response_tokens[s];
     return 0;
+}
+
+/* Scores of the responses from `first` on, by all rewards. */
+static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *error) {
+    const mt_ints *kinds = &rl->config.options->reward;
+    int status = 0;
+    for (int64_t i = 0; i < kinds->count && status == 0; i++) {
+        bool by_model = kinds->items[i] == MT_REWARD_MODEL;
+        status =
+            by_model ? score_by_model(rl, first, batch, error) : score_by_function(rl, first, rl->rewards[i], error);
+        if (status == 0) mt_rollouts_keep_part(&rl->rollouts, first, i);
+    }
+    if (status == 0) mt_rollouts_add_parts(&rl->rollouts, first, &rl->rollout_config.weights);
+    return status;
 }
 
 /* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
@@ -766,9 +837,7 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
         int64_t first = r->count;
         status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
         lap(rl, GENERATION, &then);
-        if (status == 0)
-            status = rl->reward_model.role.model ? score_by_model(rl, first, batch, error)
-                                                 : score_by_function(rl, first, error);
+        if (status == 0) status = score_responses(rl, first, batch, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
         lap(rl, REWARDS, &then);
         missing = o->rollout_batch_size - (r->num_prompts - r->stats.groups_dropped);
@@ -778,8 +847,8 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
 
 /* ---- an iteration */
 
-/* x[T] = log-probability in training - that of the generator, of each counted token. */
-static void compare_logps(const mt_rl *rl, double *x) {
+/* x[T] = the generator's log-probability of each counted token. */
+static void generated_logps(const mt_rl *rl, double *x) {
     const mt_rollouts *r = &rl->rollouts;
     int64_t *first = mt_malloc((r->count + 1) * 8);
     first[0] = 0;
@@ -788,8 +857,7 @@ static void compare_logps(const mt_rl *rl, double *x) {
         int64_t response = r->response_of[k], n = r->response_tokens[response];
         int64_t begin = r->spans[k].q_start + r->spans[k].q_len - n;
         for (int64_t i = 0; i < n; i++)
-            if (r->mask[begin + i] != 0)
-                x[begin + i] = r->inputs[MT_OLD_LOGP][begin + i] - (double)rl->generated[first[response] + i];
+            if (r->mask[begin + i] != 0) x[begin + i] = (double)rl->generated[first[response] + i];
     }
     free(first);
 }
@@ -799,7 +867,9 @@ static void correct(mt_rl *rl) {
     mt_rollouts *r = &rl->rollouts;
     double *x = mt_calloc(r->T * 8);
     mt_mismatch_tokens tokens = {r->T, r->samples.count, r->spans, r->mask, x};
-    compare_logps(rl, x);
+    generated_logps(rl, x);
+    for (int64_t i = 0; i < r->T; i++)
+        if (r->mask[i] != 0) x[i] = r->inputs[MT_OLD_LOGP][i] - x[i];
     rl->mismatch = mt_mismatch_measure(&tokens);
     rl->generation_gap = rl->cut = rl->rejected = 0;
     for (int64_t i = 0; i < r->T; i++) rl->generation_gap = mt_maximum(rl->generation_gap, fabs(x[i]));
@@ -845,7 +915,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
     for (int64_t i = 0; i < steps && status == 0; i++) {
         int64_t count = mt_rollouts_mini_batch(r, o->shuffle_mini_batches, mt_options_data_seed(o), state->iteration,
                                                i / mini_batches, i % mini_batches, mini_batches, sequences);
-        if (role == &rl->actor && mt_policy_selects(rl->policy.variant)) {
+        if (role == &rl->actor && mt_policy_kind_of(rl->policy.variant)->selects) {
             uint64_t of_run = mt_random_key((uint64_t)mt_options_data_seed(o), UINT64_C(0x636f76), 0); // "cov"
             select_tokens(rl, sequences, count, mt_random_key(of_run, (uint64_t)state->iteration, (uint64_t)i));
         }
@@ -896,14 +966,66 @@ static const char *name_fault(const mt_rl *rl) {
     return are_finite(r->inputs[MT_OLD_VALUES], r->mask, r->T) ? NULL : "the values of the critic";
 }
 
+/* ---- routing replay */
+
+/* Every rank gets the routes that some rank has. */
+static void share_routes(mt_rl *rl) {
+    int64_t elements = mt_routes_size(&rl->config.options->stack, rl->rollouts.T);
+    mt_all_reduce_max(&rl->config.grid->world, rl->routes.experts, elements, MT_F32);
+}
+
+/* Makes the table of routes; with R3 it has those of the generator. */
+static void begin_routes(mt_rl *rl) {
+    const mt_run_options *o = rl->config.options;
+    const mt_rollouts *r = &rl->rollouts;
+    int64_t elements = mt_routes_size(&o->stack, r->T), width = mt_routes_size(&o->stack, 1);
+    free(rl->routes.experts);
+    rl->routes = (mt_routes){.num_layers = o->stack.num_layers, .topk = o->stack.moe_router_topk};
+    rl->routes.experts = mt_malloc(elements * 4);
+    for (int64_t i = 0; i < elements; i++) rl->routes.experts[i] = -1;
+    if (o->router_replay != MT_ROUTER_REPLAY_R3) return;
+    for (int64_t k = 0; k < r->samples.count; k++)
+        memcpy(rl->routes.experts + r->spans[k].q_start * width, r->routes[r->response_of[k]],
+               (size_t)(r->spans[k].q_len * width) * 4);
+    share_routes(rl);
+}
+
+/* The log-probabilities of the old policy, with the generator's routes or while its own are written. */
+static int score_actor(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_router_replay replay = rl->config.options->router_replay;
+    bool has_routes = replay != MT_ROUTER_REPLAY_DISABLED;
+    if (has_routes) begin_routes(rl);
+    if (has_routes) mt_model_use_routes(rl->actor.model, &rl->routes, replay == MT_ROUTER_REPLAY_R3);
+    int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
+    if (has_routes) mt_model_use_routes(rl->actor.model, NULL, false); // the reference may be its base
+    if (status == 0 && replay == MT_ROUTER_REPLAY_R2) share_routes(rl);
+    return status;
+}
+
+/* Trains with the routes of the table. */
+static int train_on_routes(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    if (rl->config.options->router_replay == MT_ROUTER_REPLAY_DISABLED) return train(rl, state, batch, metrics, error);
+    mt_model_use_routes(rl->actor.model, &rl->routes, true);
+    int status = train(rl, state, batch, metrics, error);
+    double sums[] = {rl->routes.differing, rl->routes.replayed};
+    mt_model_use_routes(rl->actor.model, NULL, false);
+    if (status == 0) mt_all_reduce_sum(&rl->config.grid->world, sums, 2, MT_F64);
+    rl->reroutes = sums[1] > 0 ? sums[0] / sums[1] : 0;
+    return status;
+}
+
 /* Scores the sequences and trains on them. */
 static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double then = mt_time();
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
     free(sequences);
-    int status = score(rl, &rl->actor, MT_OLD_LOGP, batch, error);
-    if (status == 0) correct(rl);
+    bool bypasses = rl->config.options->bypass_mode;
+    int status = 0;
+    if (bypasses) generated_logps(rl, rl->rollouts.inputs[MT_OLD_LOGP]);
+    if (bypasses && rl->config.options->router_replay == MT_ROUTER_REPLAY_R3) begin_routes(rl);
+    if (!bypasses) status = score_actor(rl, batch, error);
+    if (status == 0 && !bypasses) correct(rl);
     if (status == 0 && mt_rollouts_count(&rl->rollouts) == 0) {
         lap(rl, SCORING, &then);
         return 0;
@@ -915,7 +1037,7 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     mt_train_name_fault(rl->actor.model, fault);
     if (rl->critic.role.model) mt_train_name_fault(rl->critic.role.model, fault);
     lap(rl, SCORING, &then);
-    if (status == 0) status = train(rl, state, batch, metrics, error);
+    if (status == 0) status = train_on_routes(rl, state, batch, metrics, error);
     lap(rl, TRAINING, &then);
     return status;
 }
@@ -967,7 +1089,8 @@ static void collect_numbers(mt_rl *rl) {
     const mt_rollout_stats *stats = &rl->rollouts.stats;
     const mt_run_options *o = rl->config.options;
     double counted = (double)mt_rollouts_count(&rl->rollouts);
-    bool trained = counted > 0, samples = o->dynamic_sampling;
+    bool trained = counted > 0, samples = o->dynamic_sampling, compared = trained && !o->bypass_mode;
+    bool has_entropy = o->adv_estimator != MT_ADV_OPTIMAL_TOKEN_BASELINE; // it is scored in place of that
     rl->num_numbers = 0;
     add_number(rl, "reward", stats->score, true);
     add_number(rl, "reward deviation", stats->score_deviation, true);
@@ -975,18 +1098,19 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "overlong", stats->overlong, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
-    if (trained) add_number(rl, "generation gap", rl->generation_gap, true);
-    if (trained) add_number(rl, "mismatch kl", rl->mismatch.kl, false);
-    if (trained) add_number(rl, "mismatch k3", rl->mismatch.k3, false);
-    if (trained) add_number(rl, "mismatch chi2", rl->mismatch.chi2, false);
-    if (trained) add_number(rl, "mismatch chi2 of sequences", rl->mismatch.chi2_sequence, false);
-    if (trained) add_number(rl, "mismatch perplexity ratio", rl->mismatch.perplexity_ratio, false);
+    if (compared) add_number(rl, "generation gap", rl->generation_gap, true);
+    if (compared) add_number(rl, "mismatch kl", rl->mismatch.kl, false);
+    if (compared) add_number(rl, "mismatch k3", rl->mismatch.k3, false);
+    if (compared) add_number(rl, "mismatch chi2", rl->mismatch.chi2, false);
+    if (compared) add_number(rl, "mismatch chi2 of sequences", rl->mismatch.chi2_sequence, false);
+    if (compared) add_number(rl, "mismatch perplexity ratio", rl->mismatch.perplexity_ratio, false);
     if (trained && rl->correction.is != MT_ROLLOUT_IS_NONE) add_number(rl, "rollout weights cut", rl->cut, true);
     if (trained && rl->correction.num_rules > 0) add_number(rl, "rollout tokens rejected", rl->rejected, true);
+    if (trained && o->router_replay != MT_ROUTER_REPLAY_DISABLED) add_number(rl, "routes replaced", rl->reroutes, true);
     if (trained && rl->critic.role.model) add_number(rl, "value loss", rl->value_loss, true);
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
-    if (trained) add_number(rl, "entropy", rl->entropy / counted, false);
+    if (compared && has_entropy) add_number(rl, "entropy", rl->entropy / counted, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
     for (int i = first_phase(rl); i < NUM_PHASES; i++) {
         add_number(rl, phases[i].seconds, rl->times.seconds[i], false);

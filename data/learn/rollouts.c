@@ -95,6 +95,7 @@ void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompt
     r->response_tokens = extend(r->response_tokens, count, more, sizeof *r->response_tokens);
     r->overlong = extend(r->overlong, count, more, sizeof *r->overlong);
     r->scores = extend(r->scores, count, more, sizeof *r->scores);
+    r->routes = extend(r->routes, count, more, sizeof *r->routes);
     r->num_prompts += num_prompts, r->count += more;
     for (int64_t s = 0; s < more; s++) r->prompt_of[count + s] = order[s / r->group_size];
 }
@@ -102,14 +103,17 @@ void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompt
 /* Frees the sequences of mt_rollouts_select. */
 static void free_sequences(mt_rollouts *r) {
     mt_samples_free(&r->samples);
-    free(r->response_of), free(r->groups), free(r->rewards), free(r->spans), free(r->mask), free(r->token_rewards);
+    free(r->response_of), free(r->groups), free(r->rewards), free(r->baselines), free(r->spans), free(r->mask);
+    free(r->token_rewards), free(r->squares);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) free(r->inputs[i]);
     r->T = 0;
 }
 
 void mt_rollouts_free(mt_rollouts *r) {
-    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]);
-    free(r->prompt_of), free(r->responses), free(r->response_tokens), free(r->overlong), free(r->scores);
+    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]), free(r->routes[s]);
+    for (int i = 0; i < MT_MAX_INTS; i++) free(r->parts[i]);
+    free(r->routes), free(r->prompt_of), free(r->responses), free(r->response_tokens), free(r->overlong),
+        free(r->scores);
     free_sequences(r);
     *r = (mt_rollouts){0};
 }
@@ -162,8 +166,24 @@ int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward,
     return status;
 }
 
+void mt_rollouts_keep_part(mt_rollouts *r, int64_t first, int64_t part) {
+    r->parts[part] = mt_realloc(r->parts[part], r->count * 8);
+    memcpy(r->parts[part] + first, r->scores + first, (size_t)(r->count - first) * 8);
+}
+
+void mt_rollouts_add_parts(mt_rollouts *r, int64_t first, const mt_reals *weights) {
+    for (int64_t s = first; s < r->count; s++) {
+        r->scores[s] = 0;
+        for (int64_t i = 0; i < weights->count; i++) r->scores[s] += weights->items[i] * r->parts[i][s];
+    }
+}
+
 /* ---- sequences -----------------------------------------------------------------------------------------------------
  */
+
+static bool normalises(const mt_rollout_config *c) {
+    return c->norm_mean != MT_REWARD_NORM_NONE || c->norm_std != MT_REWARD_NORM_NONE;
+}
 
 /* The reward of response s. */
 static double reward_of(const mt_rollouts *r, const mt_rollout_config *c, int64_t s) {
@@ -171,14 +191,45 @@ static double reward_of(const mt_rollouts *r, const mt_rollout_config *c, int64_
     double share = c->overlong_buffer > 0 ? excess / (double)c->overlong_buffer : 0;
     if (r->overlong[s]) share = 1;
     if (c->overlong == MT_OVERLONG_PENALTY) reward -= c->overlong_penalty * mt_bounded(share, 0, 1);
-    return c->reward_clip > 0 ? mt_bounded(reward, -c->reward_clip, c->reward_clip) : reward;
+    bool clips = c->reward_clip > 0 && !normalises(c); // else after that
+    return clips ? mt_bounded(reward, -c->reward_clip, c->reward_clip) : reward;
+}
+
+/* Normalises the rewards of the sequences that remain, over all of them or over their groups, and clips them. */
+static void normalise_rewards(mt_rollouts *r, const mt_rollout_config *c) {
+    int64_t count = r->samples.count;
+    double *normed = mt_malloc(mt_max(count, 1) * 8), clip = c->reward_clip;
+    for (int64_t k = 0; k < count; k++) {
+        double numbers[2] = {0}, means[2] = {0}, squares[2] = {0}; // of the batch, of the group
+        for (int64_t i = 0; i < count; i++)
+            for (int g = 0; g < (r->groups[i] == r->groups[k] ? 2 : 1); g++) numbers[g] += 1, means[g] += r->rewards[i];
+        for (int g = 0; g < 2; g++) means[g] /= numbers[g];
+        for (int64_t i = 0; i < count; i++)
+            for (int g = 0; g < (r->groups[i] == r->groups[k] ? 2 : 1); g++)
+                squares[g] += (r->rewards[i] - means[g]) * (r->rewards[i] - means[g]);
+        double mean = c->norm_mean == MT_REWARD_NORM_NONE ? 0 : means[c->norm_mean == MT_REWARD_NORM_GROUP];
+        int of = c->norm_std == MT_REWARD_NORM_GROUP;
+        normed[k] = r->rewards[k] - mean;
+        if (c->norm_std != MT_REWARD_NORM_NONE) normed[k] /= sqrt(squares[of] / mt_maximum(numbers[of] - 1, 1)) + 1e-6;
+    }
+    for (int64_t k = 0; k < count; k++) r->rewards[k] = clip > 0 ? mt_bounded(normed[k], -clip, clip) : normed[k];
+    free(normed);
+}
+
+/* Responses of a group that compete. */
+static int64_t competitors(const mt_rollouts *r) {
+    return r->group_size - r->has_baselines;
+}
+
+static bool is_baseline(const mt_rollouts *r, int64_t s) {
+    return s % r->group_size >= competitors(r);
 }
 
 /* True if the group is left out. rewards: of all responses. */
 static bool is_dropped(const mt_rollouts *r, const mt_rollout_config *c, int64_t group, const double *rewards) {
     const double *of_group = rewards + group * r->group_size;
-    if (!c->dynamic_sampling || r->group_size == 1) return false;
-    for (int64_t i = 1; i < r->group_size; i++)
+    if (!c->dynamic_sampling || competitors(r) == 1) return false;
+    for (int64_t i = 1; i < competitors(r); i++)
         if (of_group[i] != of_group[0]) return false;
     return true;
 }
@@ -202,18 +253,20 @@ static void append_sequence(mt_rollouts *r, const mt_rollout_config *c, int64_t 
     to->offsets[++to->count] = end;
 }
 
-/* Means over all responses. */
+/* Means over all responses but baselines. */
 static void count_responses(mt_rollouts *r) {
     mt_rollout_stats *stats = &r->stats;
-    double count = (double)r->count, squares = 0;
+    double count = (double)(r->num_prompts * competitors(r)), squares = 0;
     *stats = (mt_rollout_stats){0};
     for (int64_t s = 0; s < r->count; s++) {
+        if (is_baseline(r, s)) continue;
         stats->score += r->scores[s] / count;
         stats->response_tokens += (double)r->response_tokens[s] / count;
         stats->overlong += r->overlong[s] / count;
     }
-    for (int64_t s = 0; s < r->count; s++) squares += pow(r->scores[s] - stats->score, 2);
-    stats->score_deviation = r->count > 1 ? sqrt(squares / (count - 1)) : 0;
+    for (int64_t s = 0; s < r->count; s++)
+        if (!is_baseline(r, s)) squares += pow(r->scores[s] - stats->score, 2);
+    stats->score_deviation = count > 1 ? sqrt(squares / (count - 1)) : 0;
 }
 
 void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
@@ -230,17 +283,22 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
     r->samples = (mt_samples){
         .offsets = mt_calloc((r->count + 1) * 8), .tokens = mt_malloc(tokens * 4), .is_trained = mt_malloc(tokens)};
     r->response_of = mt_malloc(r->count * 8), r->groups = mt_malloc(r->count * 8), r->rewards = mt_malloc(r->count * 8);
+    r->baselines = mt_calloc(r->count * 8);
     r->spans = mt_malloc(r->count * (int64_t)sizeof *r->spans);
     r->mask = mt_malloc(tokens * 4);
     for (int64_t group = c->first / r->group_size; group < r->num_prompts; group++) {
         bool dropped = is_dropped(r, c, group, rewards);
         r->stats.groups_dropped += dropped;
-        for (int64_t s = group * r->group_size; !dropped && s < (group + 1) * r->group_size; s++) {
+        int64_t end = (group + 1) * r->group_size;
+        for (int64_t s = group * r->group_size; !dropped && s < end; s++) {
+            if (is_baseline(r, s) && !c->whole) continue;
             r->rewards[r->samples.count] = rewards[s];
+            if (r->has_baselines) r->baselines[r->samples.count] = rewards[end - 1];
             append_sequence(r, c, s);
         }
     }
-    r->token_rewards = mt_calloc(r->T * 8);
+    if (normalises(c)) normalise_rewards(r, c);
+    r->token_rewards = mt_calloc(r->T * 8), r->squares = mt_calloc(r->T * 8);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) r->inputs[i] = mt_calloc(r->T * 8);
     free(rewards);
 }
@@ -278,8 +336,23 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
                                       .rewards = r->token_rewards,
                                       .values = r->inputs[MT_OLD_VALUES],
                                       .advantages = r->inputs[MT_ADVANTAGES],
-                                      .returns = r->inputs[MT_RETURNS]};
+                                      .returns = r->inputs[MT_RETURNS],
+                                      .baselines = r->baselines,
+                                      .old_logp = r->inputs[MT_OLD_LOGP],
+                                      .squares = r->squares,
+                                      .rollout_weights = c->weighs_rollouts ? r->inputs[MT_ROLLOUT_WEIGHTS] : NULL,
+                                      .part_weights = c->weights.items,
+                                      .num_parts = c->weights.count};
+    const double *parts[MT_MAX_INTS] = {0};
+    double *scores = mt_malloc(mt_max(c->weights.count * r->samples.count, 1) * 8);
+    for (int64_t i = 0; i < c->weights.count; i++) {
+        double *part = scores + i * r->samples.count;
+        for (int64_t k = 0; k < r->samples.count; k++) part[k] = r->parts[i][r->response_of[k]];
+        parts[i] = part;
+    }
+    advantages.parts = parts;
     mt_advantages(&advantages, &c->advantage);
+    free(scores);
     double counted = (double)mt_max(mt_rollouts_count(r), 1), kl = 0, advantage = 0, target = 0, unused;
     for (int64_t t = 0; t < r->T; t++) {
         if (r->mask[t] == 0) continue;
@@ -338,9 +411,17 @@ void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch) {
         }
 }
 
-void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers) {
+static void store_numbers(const mt_rollouts *r, double *to, const mt_batch *batch, const double *numbers) {
     for (int64_t t = 0; t < batch->num_tokens; t++) {
         int64_t position = position_of(r, batch, t);
-        if (position >= 0) r->inputs[input][position] = numbers[t];
+        if (position >= 0) to[position] = numbers[t];
     }
+}
+
+void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers) {
+    store_numbers(r, r->inputs[input], batch, numbers);
+}
+
+void mt_rollouts_store_squares(mt_rollouts *r, const mt_batch *batch, const double *numbers) {
+    store_numbers(r, r->squares, batch, numbers);
 }

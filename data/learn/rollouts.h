@@ -39,16 +39,20 @@ typedef struct mt_rollout_config {
      * at max_new_tokens - overlong_buffer tokens to all of it at max_new_tokens ("DAPO", arXiv 2503.14476) */
     double overlong_penalty;
     int64_t overlong_buffer, max_new_tokens;
-    double reward_clip;    // of scores, after the penalty, to +-; 0: none
-    int64_t first;         // response of the first sequence, a multiple of the group's size
-    bool whole;            // the last token is an input too, as a reward model needs: a counted token 0 follows it
-    bool dynamic_sampling; // groups of several responses whose rewards are all alike are dropped
-    mt_kl_type kl_type;    // of the KL penalty in the reward
-    double kl_in_reward;   // its coefficient; 0: none
+    double reward_clip; // of scores, after the penalty, to +-; 0: none
+    int64_t first;      // response of the first sequence, a multiple of the group's size
+    /* as a reward model needs: the last token is an input too, a counted token 0 follows it; baselines are sequences */
+    bool whole;
+    bool dynamic_sampling;              // groups of several responses whose rewards are all alike are dropped
+    mt_kl_type kl_type;                 // of the KL penalty in the reward
+    double kl_in_reward;                // its coefficient; 0: none
+    mt_reward_norm norm_mean, norm_std; // of rewards, after the penalty, before the clip
+    mt_reals weights;                   // of several rewards
+    bool weighs_rollouts;               // MT_ROLLOUT_WEIGHTS are computed
     mt_advantage_config advantage;
 } mt_rollout_config;
 
-/* Numbers of a step. Means over all responses, unless noted. */
+/* Numbers of a step. Means over all responses but baselines, unless noted. */
 typedef struct mt_rollout_stats {
     double score, score_deviation; // before penalty and clip; n - 1
     double response_tokens;
@@ -61,11 +65,16 @@ typedef struct mt_rollout_stats {
 typedef struct mt_rollouts {
     const mt_samples *prompts;
     int64_t num_prompts, group_size, count; // count = num_prompts * group_size responses; s belongs to s / group_size
-    int64_t *prompt_of;                     // [count] number among `prompts`
-    int32_t **responses;                    // [count]; NULL before mt_rollouts_set
-    int64_t *response_tokens;               // [count]
-    bool *overlong;                         // [count]
-    double *scores;                         // [count]
+    /* The last response of each group is a baseline: its reward becomes a baseline of the others, it counts in nothing
+     * else and is not trained on. The caller sets it after mt_rollouts_begin. */
+    bool has_baselines;
+    int64_t *prompt_of;         // [count] number among `prompts`
+    int32_t **responses;        // [count]; NULL before mt_rollouts_set
+    int64_t *response_tokens;   // [count]
+    bool *overlong;             // [count]
+    double *scores;             // [count]
+    double *parts[MT_MAX_INTS]; // [count] by each of several rewards; NULL: by one
+    float **routes;             // [count] mt_sequence.routes; NULL: not kept
 
     /* of the sequences that mt_rollouts_select keeps: prompt and response. Sequence k has the positions spans[k] of T,
      * one for each token but its last; a position's numbers belong to the prediction of the next token. */
@@ -73,10 +82,12 @@ typedef struct mt_rollouts {
     int64_t *response_of; // [samples.count] number among all responses
     int64_t *groups;      // [samples.count]
     double *rewards;      // [samples.count] scores after penalty and clip
+    double *baselines;    // [samples.count] those of the groups' baselines; 0 without
     mt_span *spans;       // [samples.count]
     int64_t T;
     float *mask;                        // [T] 1 where the label counts
     double *token_rewards;              // [T]
+    double *squares;                    // [T] of the old policy: sums of squared probabilities; 0 until stored
     double *inputs[MT_NUM_LOSS_INPUTS]; // [T] 0 until stored or computed; without a reference model, a copy
                                         // of MT_OLD_LOGP belongs into MT_REF_LOGP, since the loss reads it
     mt_rollout_stats stats;
@@ -113,6 +124,12 @@ void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t c
 int mt_rollouts_score(mt_rollouts *r, int64_t first, mt_reward_function *reward, const mt_tokenizer *tokenizer,
                       const mt_strings *stops, mt_error *error);
 
+/* The scores from `first` on are those by reward `part`. */
+void mt_rollouts_keep_part(mt_rollouts *r, int64_t first, int64_t part);
+
+/* The scores from `first` on are the weighted sums of all parts. */
+void mt_rollouts_add_parts(mt_rollouts *r, int64_t first, const mt_reals *weights);
+
 /* From scores: rewards, and the sequences that remain; possibly none, then the step has nothing to train on. May be
  * called again. */
 void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *config);
@@ -146,6 +163,9 @@ void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch);
 /* Stores numbers[batch->num_tokens] of such a batch, where its mask is 1, into r->inputs[input]. Ranks that computed
  * different micro-batches then add up their arrays [T]. */
 void mt_rollouts_store(mt_rollouts *r, mt_loss_input input, const mt_batch *batch, const double *numbers);
+
+/* The same into r->squares. */
+void mt_rollouts_store_squares(mt_rollouts *r, const mt_batch *batch, const double *numbers);
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,7 @@
 #include "stage.h"
 
 #include "../base/file.h"
+#include "../options/distillation.h"
 #include "../options/option_reader.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
@@ -31,8 +32,12 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     stage->loss.metrics = stage->metrics;
 }
 
-bool mt_policy_selects(mt_policy_variant variant) {
-    return variant == MT_POLICY_KL_COV || variant == MT_POLICY_CLIP_COV || variant == MT_POLICY_TOPR;
+/* The metrics of a distillation: without hidden states their loss is none. */
+static void choose_distillation_metrics(mt_stage_loss *stage) {
+    int64_t count = 0;
+    for (const mt_loss_metric *row = mt_distillation.metrics; row->name; row++)
+        if (row->number != MT_DISTILLATION_HIDDEN || stage->distillation.num_pairs > 0) stage->metrics[count++] = *row;
+    stage->loss.metrics = stage->metrics;
 }
 
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
@@ -60,8 +65,14 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     policy->beta = o->pg_variant == MT_POLICY_DRO      ? o->dro_beta
                    : o->pg_variant == MT_POLICY_KIMI15 ? o->kimi15_tau
                                                        : o->opmd_tau;
-    stage->distillation = (mt_distillation_config){
-        {o->kd_objective, o->kd_temperature, o->skew_lambda, o->adaptive_kl_alpha}, o->distill_loss_weight};
+    stage->distillation =
+        (mt_distillation_config){{o->kd_objective, o->kd_temperature, o->skew_lambda, o->adaptive_kl_alpha},
+                                 .weight = o->distill_loss_weight,
+                                 .balance = o->kd_balance,
+                                 .hidden_weight = o->kd_hidden_weight,
+                                 .scale = o->kd_loss_scale};
+    mt_error unused; // the options are checked
+    (void)mt_options_hidden_pairs(&stage->distillation, o, &unused);
     stage->value = (mt_value_config){.aggregation = mean, .clip = o->value_clip};
     switch (o->stack.stage) {
     case MT_STAGE_PT:
@@ -78,11 +89,12 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
         if (o->rollout_is != MT_ROLLOUT_IS_NONE) stage->loss.inputs |= 1 << MT_ROLLOUT_WEIGHTS;
-        if (mt_policy_selects(o->pg_variant)) stage->loss.inputs |= 1 << MT_SELECTED;
+        if (mt_policy_kind_of(o->pg_variant)->selects) stage->loss.inputs |= 1 << MT_SELECTED;
         choose_policy_metrics(stage);
         break;
     case MT_STAGE_KD:
         stage->loss = mt_distillation, stage->loss.config = stage->loss.distillation = &stage->distillation;
+        choose_distillation_metrics(stage);
         break;
     }
     return &stage->loss;
@@ -97,7 +109,7 @@ const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_run_options *
 /* Models beside the one that trains are whole. */
 static int refuse_adapter(const char *folder, mt_error *error) {
     char *found = mt_checkpoint_resolve(folder, error);
-    bool whole = found && mt_folder_has(found, "config.json");
+    bool whole = found && (mt_folder_has(found, "config.json") || mt_folder_is_megatron(found));
     if (found && !whole)
         mt_error_set(error,
                      "%s: holds an adapter; take a whole model, which infer --merge-adapter makes of an adapter and "
@@ -256,6 +268,12 @@ static int teacher_options(mt_run_options *t, const mt_run_options *o, const mt_
     if (t->stack.head_type != MT_HEAD_LM)
         return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
     if (mt_options_check_expert_ranks(&t->stack, sizes.expert, "teacher", error) != 0) return -1;
+    if (o->kd_hidden_layers.count > 0 && t->stack.hidden_size != o->stack.hidden_size)
+        return mt_error_set(error,
+                            "--teacher-load %s: has hidden states of %lld channels and the student of %lld; "
+                            "--kd-hidden-layers compares states of the same width (no projection is trained): leave it "
+                            "out, or take a student of this width",
+                            t->load, (long long)t->stack.hidden_size, (long long)o->stack.hidden_size);
     *apart = mt_model_role_sizes_apply(t, sizes);
     return mt_options_finish_model(t, &o->stack, "--teacher-load", "teacher", grid->world.size, error);
 }
@@ -316,7 +334,7 @@ typedef struct scores {
 struct mt_reference {
     mt_model_role role, trained;
     bool is_teacher, owns_options;
-    int64_t logits_topk;
+    int64_t logits_topk, num_hidden;
     mt_feed *feed;
     scores *scores; // [capacity] of the feed's micro-batches
     int64_t capacity;
@@ -411,6 +429,12 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_
     mt_report_role(&r->trained, log);
     int status = place_role(r, ops, error);
     mt_model_plan plan = mt_model_role_plan(&r->role, mt_model_get_plan(trained), options->stack.context_parallel_size);
+    if (r->is_teacher && status == 0) {
+        mt_distillation_config c = {0};
+        (void)mt_options_hidden_pairs(&c, options, error);
+        r->num_hidden = plan.num_taps = c.num_pairs;
+        for (int64_t k = 0; k < c.num_pairs; k++) plan.taps[k] = c.pairs[k].teacher;
+    }
     if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_NOTHING, error); // room for the other
     if (status == 0) status = mt_model_role_create(&r->role, &plan, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);
@@ -427,7 +451,7 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_
 }
 
 static void clear_score(scores *s) {
-    free(s->logp), free(s->teacher.tokens), free(s->teacher.ids), free(s->teacher.logits);
+    free(s->logp), free(s->teacher.tokens), free(s->teacher.ids), free(s->teacher.logits), free(s->teacher.hidden);
     *s = (scores){0};
 }
 
@@ -467,6 +491,22 @@ static void keep_scores(void *context, int64_t number, const mt_batch *batch, co
     for (int64_t t = 0; t < batch->num_tokens; t++) kept->logp[t] = (float)logp[t];
 }
 
+/* The teacher's hidden states of the tokens that are kept; the ranks of a tensor group come together. */
+static void keep_hidden(const mt_reference *r, mt_teacher_logits *kept) {
+    int64_t P = r->num_hidden, C = r->role.options.stack.hidden_size, T = 0;
+    if (P == 0) return;
+    while (mt_score_logits(r->role.model, T, NULL) >= 0) T++;
+    float *rows = mt_malloc(mt_max(T, 1) * C * 4);
+    kept->num_hidden = P, kept->width = C;
+    kept->hidden = mt_malloc(mt_max(kept->count, 1) * P * C * 4);
+    for (int64_t k = 0; k < P; k++) {
+        mt_score_hidden(r->role.model, k, rows);
+        for (int64_t i = 0; i < kept->count; i++)
+            memcpy(kept->hidden + (i * P + k) * C, rows + kept->tokens[i] * C, (size_t)C * 4);
+    }
+    free(rows);
+}
+
 static void keep_logits(void *context, int64_t number, const mt_batch *batch, const double *logp,
                         const double *entropy) {
     mt_reference *r = context;
@@ -487,6 +527,7 @@ static void keep_logits(void *context, int64_t number, const mt_batch *batch, co
         if (K < V) take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K, heap);
         kept->tokens[row++] = (int32_t)t;
     }
+    keep_hidden(r, kept);
     free(logits);
     free(heap);
 }
@@ -515,15 +556,17 @@ static void move_scores(const mt_group *world, const scores *found, scores *kept
     static const scores none = {0};
     const scores *s = found ? found : &none;
     const mt_teacher_logits *t = &s->teacher;
-    int64_t sizes[] = {s->logp ? s->num_tokens : 0, t->count, t->K, t->ids ? t->K : 0};
+    int64_t sizes[] = {s->logp ? s->num_tokens : 0, t->count, t->K, t->ids ? t->K : 0, t->num_hidden, t->width};
     int64_t *received = move(world, sizes, sizeof sizes, from, to);
     if (received) memcpy(sizes, received, sizeof sizes);
     free(received);
     scores got = {.num_tokens = sizes[0], .teacher = {.count = sizes[1], .K = sizes[2]}};
+    got.teacher.num_hidden = sizes[4], got.teacher.width = sizes[5];
     got.logp = move(world, s->logp, sizes[0] * 4, from, to);
     got.teacher.tokens = move(world, t->tokens, sizes[1] * 4, from, to);
     got.teacher.ids = move(world, t->ids, sizes[1] * sizes[3] * 4, from, to);
     got.teacher.logits = move(world, t->logits, sizes[1] * sizes[2] * 4, from, to);
+    got.teacher.hidden = move(world, t->hidden, sizes[1] * sizes[4] * sizes[5] * 4, from, to);
     if (kept) *kept = got;
 }
 
@@ -566,7 +609,7 @@ static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batc
     const mt_options *o = &r->trained.options.stack;
     const mt_grid *grid = r->trained.grid;
     const mt_group *ring = &grid->context_ring, *a2a = &grid->context_a2a;
-    int64_t T = mt_rank_tokens(o, batch->num_tokens), kept = 0, K = t->K;
+    int64_t T = mt_rank_tokens(o, batch->num_tokens), kept = 0, K = t->K, H = t->num_hidden * t->width;
     mt_batch_pad(batch, T * o->context_parallel_size);
     int64_t *cuts = mt_malloc((2 * ring->size + 1) * 8);
     int32_t *rows = mt_malloc(T * a2a->size * 4), *own = rows + a2a->rank * T;
@@ -577,6 +620,7 @@ static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batc
         if (at == T || own[at] != t->tokens[i]) continue;
         t->tokens[kept] = (int32_t)at;
         if (t->ids) memmove(t->ids + kept * K, t->ids + i * K, (size_t)K * 4);
+        if (t->hidden) memmove(t->hidden + kept * H, t->hidden + i * H, (size_t)H * 4);
         memmove(t->logits + kept++ * K, t->logits + i * K, (size_t)K * 4);
     }
     t->count = kept;

@@ -20,9 +20,6 @@ typedef struct mt_stage_loss {
     mt_loss_metric metrics[MT_MAX_LOSS_METRICS + 1]; // of the loss that it measures; ends with a name of NULL
 } mt_stage_loss;
 
-/* True for a policy loss that treats some tokens apart: it reads MT_SELECTED. */
-bool mt_policy_selects(mt_policy_variant variant);
-
 /* The loss of finished options, for mt_model_plan.loss; NULL: that of pre-training. */
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *options);
 

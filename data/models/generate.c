@@ -89,6 +89,11 @@ static int begin_samples(mt_model *model, const mt_rollout *rollout, const int32
         int status = mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context,
                                        rollout->max_new_tokens, options, error);
         samples[i].id = rollout->first_id + i;
+        if (status == 0 && rollout->keeps_routes) {
+            int64_t elements = mt_routes_size(options, samples[i].max_tokens);
+            samples[i].routes = mt_malloc(elements * 4);
+            for (int64_t j = 0; j < elements; j++) samples[i].routes[j] = -1;
+        }
         if (status == 0) continue;
         while (i-- > 0) mt_sequence_end(&samples[i]);
         return -1;
@@ -104,6 +109,7 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
     if (mt_model_get_plan(model)->page_rows == 0)
         return mt_error_set(error, "the model has no key/value cache; add one to its plan with mt_plan_generation");
     if (begin_samples(model, rollout, prompts, num_tokens, count, samples, error) != 0) return -1;
+    if (rollout->keeps_routes) mt_model_keep_routes(model);
     mt_generator *generator = mt_generator_create(model, &sampling, &rollout->stops);
     int status =
         mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, rollout->is_stopped, error);

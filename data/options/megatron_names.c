@@ -175,7 +175,6 @@ static const struct {
     {MT_NAME_ALWAYS, "nothing is compiled in a step", "compile-warmup", "true|false"},
     {MT_NAME_ALWAYS, "gradients are reduced once they are complete", "delay-grad-reduce", "true|false"},
     {MT_NAME_ALWAYS, "the optimizer's state loads on any layout", "distrib-optim-fully-reshardable", "true|false"},
-    {MT_NAME_ALWAYS, "training routes tokens itself", "moe-enable-routing-replay", "false"},
     {MT_NAME_ALWAYS, "kernels of other devices", "use-flash-attn-npu-batch-invariant", "false"},
     {MT_NAME_NAMED, "--lr-decay-iters or --lr-decay-samples", "lr-decay-steps"},
     {MT_NAME_NAMED, "--lr-warmup-iters or --lr-warmup-samples", "lr-warmup-steps"},
@@ -239,7 +238,8 @@ static const struct {
     {MT_NAME_NAMED, "--logits-topk", "logits-save-top-k"},
     {MT_NAME_NAMED, "--chat-template", "sft-tokenizer-prompt-format"},
     {MT_NAME_IDLE, "there is one implementation of the model",
-     "enable-experimental flash-attention-version memory-efficient-layer-norm moe-single-grouped-bias "
+     "export-te-mcore-model enable-experimental flash-attention-version memory-efficient-layer-norm "
+     "moe-single-grouped-bias "
      "moe-single-grouped-weight moe-use-grouped-tensor no-persist-layer-norm onnx-safe persist-layer-norm "
      "transformer-impl use-flashinfer-fused-rope use-gigatoken use-grouped-gemm-for-dense-mlp "
      "use-grouped-gemm-for-shared-expert use-mcore-models use-te-activation-func use-transformer-engine-op-fuser "
@@ -408,7 +408,7 @@ static const struct {
      "mup-output-mult mup-width-mult no-weight-decay-cond-type use-mup"},
     {MT_NAME_UNSUPPORTED, "other forms of multi-token prediction", "mtp-detach-heads mtp-hsm mtp-standalone"},
     {MT_NAME_UNSUPPORTED, "other forms of experts and of their dispatch",
-     "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input moe-enable-routing-replay "
+     "expert-tensor-parallel-num-weight-shards moe-apply-probs-on-input "
      "moe-expert-rank-capacity-factor moe-input-jitter-eps moe-router-force-biased "
      "moe-router-topk-limited-devices moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits "
      "moe-routing-trace-dump-weights moe-routing-trace-max-training-iters moe-routing-trace-path "
@@ -462,7 +462,7 @@ static const struct {
      "inference-dynamic-batching-sampling-backend inference-dynamic-batching-track-generated-token-events "
      "inference-dynamic-batching-track-paused-request-events inference-dynamic-batching-unified-memory-level "
      "inference-fuse-tp-communication inference-grouped-gemm-backend inference-logging-step-interval "
-     "inference-max-seq-length inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
+     "inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
      "inference-sampling-seed inference-shards inference-text-gen-server-logging "
      "inference-use-synchronous-zmq-collectives inference-wandb-logging max-tokens-to-oom mlp-chunks-for-prefill "
      "nccl-all-reduce-for-prefill num-speculative-tokens offset-sampling-seed-by-dp-rank return-log-probs "
@@ -490,8 +490,6 @@ static const struct {
      "fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities "
      "fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks "
      "fault-injector-offset-seconds fault-injector-ranks fault-injector-seed"},
-    {MT_NAME_UNSUPPORTED, "training scripts of Model Optimizer; --stage kd distils a teacher of --teacher-load",
-     "export-te-mcore-model export-kd-teacher-load export-kd-cfg"},
     {MT_NAME_UNSUPPORTED, "models of elastic size: Flextron",
      "flextron export-default-te-spec export-model-type enable-router binary-mask soft-mask hard-sample-th "
      "router-beta original-model-sample-prob tau-init tau-decay loss-alpha lr-mult-router router-gbs "

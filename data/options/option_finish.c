@@ -2,6 +2,7 @@
 #include "option_finish.h"
 
 #include "../base/file.h"
+#include "distillation.h"
 #include "megatron_names.h"
 #include "option_rules.h"
 #include "option_table.h"
@@ -434,8 +435,8 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
     bool of_chat = MT_GIVEN(o, chat_template) || o->chat_template_kwargs;
-    if (of_chat && !o->chat && !o->score && !o->prompts)
-        return mt_error_set(error, "--chat-template%s needs --chat, --prompts or --score",
+    if (of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
+        return mt_error_set(error, "--chat-template%s needs --chat, --prompts, --serve or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
     if (o->score && o->stack.seq_length == 0 && !mt_options_score_samples(o))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
@@ -482,7 +483,7 @@ static int mt_options_resolve_rope(mt_run_options *o, mt_error *error) {
 
 /* Options that stand for values of others, and defaults that rules of the table read. */
 static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *error) {
-    if (mt_options_resolve_rope(o, error) != 0) return -1;
+    if (mt_options_resolve_rope(o, error) != 0 || mt_options_read_distillation(o, error) != 0) return -1;
     mt_strategy *strategy = &o->stack.data_parallel_sharding_strategy;
     bool distributed = *strategy == MT_NO_SHARD && o->use_distributed_optimizer;
     if (distributed && MT_GIVEN(o, stack.data_parallel_sharding_strategy))
@@ -500,7 +501,7 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     if (o->convert && o->ckpt_format == MT_CHECKPOINT_TORCH)
         return mt_error_set(error, "--ckpt-format torch: that format is read only; --convert writes huggingface, or "
                                    "torch_dist");
-    if (o->stack.stage != MT_STAGE_PT) o->sft = true;
+    if (o->stack.stage != MT_STAGE_PT && o->kd_data == MT_KD_OF_SFT) o->sft = true;
     if (o->ipo && MT_GIVEN(o, preference_loss) && o->preference_loss != MT_PREFERENCE_IPO)
         return mt_error_set(error, "--ipo and --preference-loss exclude each other unless that is ipo; leave one out");
     if (o->ipo) o->preference_loss = MT_PREFERENCE_IPO;
@@ -559,7 +560,6 @@ static void mt_options_scale_latent_rope(mt_run_options *o) {
     if (o->stack.original_max_position_embeddings == 0) o->stack.original_max_position_embeddings = 4096;
 }
 
-/* Values that Megatron-LM ignores as well have no effect; mt_options_warn notes them. */
 /* True if the option was set by another name of it. */
 static bool mt_options_set_by(const mt_run_options *o, const char *option, const char *name) {
     for (int64_t i = 0; i < o->typed_names.count; i += 2)
@@ -567,7 +567,11 @@ static bool mt_options_set_by(const mt_run_options *o, const char *option, const
     return false;
 }
 
+/* Values that Megatron-LM or transformers ignores as well have no effect; mt_options_warn notes them. */
 static void mt_options_drop_ignored(mt_run_options *o) {
+    bool by_steps = o->stack.train_iters > 0 && mt_options_set_by(o, "train-iters", "max-steps");
+    if (by_steps && o->train_epochs > 0 && mt_options_set_by(o, "train-epochs", "num-train-epochs"))
+        mt_option_reset(o, mt_option_of(MT_AT(train_epochs))), o->ignores_train_epochs = true;
     // of Megatron-LM, whose latent attention has RoPE with it too
     if (o->stack.multi_latent_attention && o->stack.position_embedding_type == MT_POSITION_NONE &&
         mt_options_set_by(o, "position-embedding-type", "no-position-embedding)"))

@@ -97,9 +97,11 @@ static void mt_givens_add_entry(mt_givens *givens, mt_option_reader *reader, con
         return;
     }
     if (row) mt_options_note_key(reader->options, entry, mt_option_of(row->offset)->name, "");
-    char where[400], whole[32];
+    char where[480], whole[32];
     if (entry->is_implied) // messages name the option
         snprintf(where, sizeof where, "--%.80s", entry->option);
+    else if (entry->is_derived && row) // whose value the file does not hold
+        snprintf(where, sizeof where, "--%.60s (by %s%.80s)", mt_option_of(row->offset)->name, position, entry->name);
     else
         snprintf(where, sizeof where, "%s%.80s", position, entry->name);
     mt_given *given = mt_givens_add(givens, MT_SOURCE_ROLE, entry->is_sequence ? MT_GIVEN_LIST : MT_GIVEN_TEXT,
@@ -184,7 +186,7 @@ static bool mt_option_rule_yields(const mt_option_reader *reader, const mt_optio
 /* True if an option of the file is for something else than this run: another stage, conversations, scores, a critic,
  * another policy loss. Dual clipping is for several losses, and is not passed over. */
 static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_option *row) {
-    static const char purposes[] = "sft|chat|score|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
+    static const char purposes[] = "sft|chat|score|serve|stage|reward|adv-estimator|kl-in-reward|kd-objective|"
                                    "dynamic-sampling|recompute-granularity|lora-rank|optimizer-cpu-offload|"
                                    "pg-variant|rollout-is|rollout-rs";
     const mt_run_options *o = reader->options;
@@ -193,7 +195,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     bool of_saving = row->offset == MT_AT(save_interval) || row->offset == MT_AT(save_interval_fraction);
     if (!o->save && (of_saving || row->offset == MT_AT(keep_checkpoints))) return true;
     bool of_chat = row->offset == MT_AT(chat_template) || row->offset == MT_AT(chat_template_kwargs);
-    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts) return true;
+    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
+        return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
         !o->prompts && !o->prompt_tokens)
         return true;

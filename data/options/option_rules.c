@@ -5,6 +5,7 @@
 #include "option_rules.h"
 
 #include "correction.h"
+#include "distillation.h"
 #include "options.h"
 
 #include <ctype.h>
@@ -281,26 +282,6 @@ static int mt_options_check_latents(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-/* Sparse attention is a form of latent attention. */
-static int mt_options_check_sparse(const mt_options *o, mt_error *error) {
-    if (o->experimental_attention_variant != MT_VARIANT_DSA) return 0;
-    const mt_constraint rules[] = {
-        {!o->multi_latent_attention || o->q_lora_rank == 0,
-         "--experimental-attention-variant dsa needs --multi-latent-attention and --q-lora-rank, the latent that its "
-         "indexer reads"},
-        {o->dsa_indexer_head_dim < o->qk_pos_emb_head_dim,
-         "--dsa-indexer-head-dim %lld is less than --qk-pos-emb-head-dim %lld, its channels with RoPE",
-         {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
-        {o->context_parallel_size > 1,
-         "--experimental-attention-variant dsa does not run with --context-parallel-size %lld, whose ranks do not have "
-         "the keys that an indexer selects; take tensor, pipeline, data or expert parallelism",
-         {o->context_parallel_size}},
-        {o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
-         "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
-    };
-    return MT_CHECK_CONSTRAINTS(rules, error);
-}
-
 /* Sinkhorn computes the probabilities of the chosen experts itself, as in Megatron. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
     if (!mt_balances_by(o, MT_BALANCING_SINKHORN)) return 0;
@@ -466,12 +447,18 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     bool chosen = MT_GIVEN(o, stack.cp_comm_type);
-    if (o->stack.window_size > 0 && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
+    bool sparse = o->stack.experimental_attention_variant == MT_VARIANT_DSA;
+    if ((o->stack.window_size > 0 || sparse) && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
     if (o->stack.window_size > 0 && cp > a2a && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
                             "apart; take all_gather or a2a",
                             (long long)o->stack.window_size, hierarchical ? "a2a+p2p" : "p2p");
+    if (sparse && cp > 1 && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
+        return mt_error_set(error,
+                            "--experimental-attention-variant dsa with --context-parallel-size %lld needs "
+                            "--cp-comm-type all_gather: a query may select any key of its sequence",
+                            (long long)cp);
     o->stack.context_a2a_size = a2a;
     if (!o->stack.dynamic_context_parallel) return 0;
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
@@ -1015,6 +1002,8 @@ static int mt_options_derive_head(mt_run_options *o, mt_program program, mt_erro
     if (o->logits_topk > o->stack.vocab_size && o->stack.vocab_size > 0)
         return mt_error_set(error, "--logits-topk %lld is more than the vocabulary, %lld tokens; 0 takes all of them",
                             (long long)o->logits_topk, (long long)o->stack.vocab_size);
+    mt_distillation_config unused;
+    if (mt_options_hidden_pairs(&unused, o, error) != 0) return -1;
     if (o->stack.mtp_num_layers > 0 && o->stack.stage > MT_STAGE_SFT)
         return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
                             (long long)o->stack.mtp_num_layers);
@@ -1045,32 +1034,6 @@ static const struct {
                      {"clip-ratio-high", offsetof(mt_run_options, clip_ratio_high)}};
 enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
 
-/* True for a policy loss that reads --clip-ratio. */
-static bool mt_policy_clips(mt_policy_variant variant) {
-    switch (variant) {
-    case MT_POLICY_PPO:
-    case MT_POLICY_VANILLA:
-    case MT_POLICY_GSPO:
-    case MT_POLICY_CISPO:
-    case MT_POLICY_GMPO:
-    case MT_POLICY_DPPO_TV:
-    case MT_POLICY_DPPO_KL:
-    case MT_POLICY_CLIP_COV:
-    case MT_POLICY_SPPO:
-        return true;
-    case MT_POLICY_GPG:
-    case MT_POLICY_SAPO:
-    case MT_POLICY_DRO:
-    case MT_POLICY_KIMI15:
-    case MT_POLICY_KL_COV:
-    case MT_POLICY_TIS:
-    case MT_POLICY_TOPR:
-    case MT_POLICY_OPMD:
-        break;
-    }
-    return false;
-}
-
 const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
@@ -1078,7 +1041,7 @@ const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
     if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
-    if (!mt_policy_clips(o->pg_variant)) return "with this --pg-variant, which has no range of ratios";
+    if (!mt_policy_kind_of(o->pg_variant)->clips) return "with this --pg-variant, which has no range of ratios";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
     return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
                                                                   : NULL;
@@ -1088,7 +1051,7 @@ static int mt_options_check_idle_in_rl(const mt_run_options *o, mt_error *error)
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) {
         const char *reason = mt_options_idle_in_rl(o, mt_idle_in_rl[i].offset);
         bool is_ratio =
-            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && mt_policy_clips(o->pg_variant);
+            mt_idle_in_rl[i].offset == offsetof(mt_run_options, clip_ratio) && mt_policy_kind_of(o->pg_variant)->clips;
         bool agrees = is_ratio && o->clip_ratio == o->clip_ratio_low && o->clip_ratio == o->clip_ratio_high;
         if (agrees) continue;
         if (reason && mt_options_gave(o, mt_idle_in_rl[i].offset))
@@ -1117,28 +1080,98 @@ static int mt_options_check_generation(const mt_run_options *o, mt_error *error)
                         (long long)page, MT_PAGE_ROWS);
 }
 
+bool mt_options_rewards(const mt_run_options *o, mt_reward_kind kind) {
+    for (int64_t i = 0; i < o->reward.count; i++)
+        if (o->reward.items[i] == (int64_t)kind) return true;
+    return false;
+}
+
+/* Options under which generation and training have other orders of sums. */
+static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
+    const mt_options *s = &o->stack;
+    int64_t tensor = o->rollout_tensor_model_parallel_size, page = o->inference_dynamic_batching_block_size;
+    static const struct {
+        mt_mixer_kind mixer;
+        const char *name;
+    } others[] = {{MT_MIXER_GATED_DELTA_NET, "a gated delta net"},
+                  {MT_MIXER_KDA, "Kimi delta attention"},
+                  {MT_MIXER_MAMBA2, "Mamba-2"},
+                  {MT_MIXER_SHORT_CONV, "a short convolution"},
+                  {MT_MIXER_SPARSE_ATTENTION, "sparse attention"}};
+    if (!o->bitwise_rollouts) return 0;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (mt_has_mixer(s, others[i].mixer))
+            return mt_error_set(error,
+                                "--bitwise-rollouts: %s computes in other steps where it generates than where it "
+                                "trains; correct the difference by --rollout-is",
+                                others[i].name);
+    const mt_constraint rules[] = {
+        {o->device == MT_DEVICE_CUDA, "--bitwise-rollouts is for the CPU: give --device cpu, or correct the difference "
+                                      "by --rollout-is"},
+        {tensor > 0 && tensor != s->tensor_model_parallel_size,
+         "--bitwise-rollouts: --rollout-tensor-model-parallel-size %lld adds up other parts than "
+         "--tensor-model-parallel-size %lld; make them equal",
+         {tensor, s->tensor_model_parallel_size}},
+        {s->context_parallel_size > 1,
+         "--bitwise-rollouts: --context-parallel-size %lld adds up attention by parts of a sequence, and the generator "
+         "does not; leave it out",
+         {s->context_parallel_size}},
+        {s->fp8_format != MT_FP8_OFF,
+         "--bitwise-rollouts: the scales of --fp8-format depend on the batch; leave one of them out"},
+        {s->num_experts > 0 && s->moe_expert_capacity_factor > 0,
+         "--bitwise-rollouts: --moe-expert-capacity-factor drops tokens that the generator keeps; leave it out"},
+        {page % 128 != 0,
+         "--bitwise-rollouts: attention adds up keys by 128; make --inference-dynamic-batching-block-size %lld a "
+         "multiple of that",
+         {page}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
-    bool groups = o->adv_estimator == MT_ADV_GRPO || o->adv_estimator == MT_ADV_RLOO ||
-                  o->adv_estimator >= MT_ADV_REINFORCE_PLUS_PLUS_BASELINE;
+    bool alone = o->adv_estimator == MT_ADV_GAE || o->adv_estimator == MT_ADV_REINFORCE ||
+                 o->adv_estimator == MT_ADV_REINFORCE_PLUS_PLUS || o->adv_estimator == MT_ADV_REMAX ||
+                 o->adv_estimator == MT_ADV_STEP_REINFORCE;
+    bool group_norm = o->norm_mean_type == MT_REWARD_NORM_GROUP || o->norm_std_type == MT_REWARD_NORM_GROUP;
+    bool norms = group_norm || o->norm_mean_type == MT_REWARD_NORM_BATCH || o->norm_std_type == MT_REWARD_NORM_BATCH;
+    bool changes = o->reward_clip > 0 || o->overlong_penalty > 0 || o->overlong_buffer_length > 0 || o->kl_in_reward;
     if (o->stack.stage != MT_STAGE_RL) return 0;
-    bool by_sequence = o->pg_variant == MT_POLICY_GSPO || o->pg_variant == MT_POLICY_GMPO;
-    bool one_mean = by_sequence || o->pg_variant == MT_POLICY_SAPO;
+    const mt_policy_kind *policy = mt_policy_kind_of(o->pg_variant);
+    if (o->moe_enable_routing_replay) o->router_replay = MT_ROUTER_REPLAY_R3;
+    bool replays = o->router_replay != MT_ROUTER_REPLAY_DISABLED;
     mt_correction unused;
     if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
-    if (mt_options_correction(&unused, o, error) != 0) return -1;
-    if (one_mean && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
+    if (mt_options_correction(&unused, o, error) != 0 || mt_options_check_bitwise(o, error) != 0) return -1;
+    if (policy->mean_of_means && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;
     if (o->clip_ratio_high == 0) o->clip_ratio_high = o->clip_ratio;
     if (o->critic_lr == 0) o->critic_lr = o->stack.lr;
     if (o->stack.global_batch_size == 0) o->stack.global_batch_size = responses;
     const mt_constraint rules[] = {
-        {groups && o->num_return_sequences == 1,
-         "all of --adv-estimator except gae, reinforce and reinforce_plus_plus compare the responses to a prompt: "
-         "--num-return-sequences must be 2 or more"},
+        {!alone && o->num_return_sequences == 1,
+         "all of --adv-estimator except gae, reinforce, reinforce_plus_plus, step_reinforce and remax compare the "
+         "responses to a prompt: --num-return-sequences must be 2 or more"},
+        {group_norm && o->num_return_sequences == 1,
+         "--norm-mean-type and --norm-std-type group compare the responses to a prompt: --num-return-sequences must be "
+         "2 or more"},
+        {norms && responses == 1, "--norm-mean-type and --norm-std-type need two responses in an iteration"},
+        {o->reward_weights.count > 0 && o->reward_weights.count != o->reward.count,
+         "--reward-weights has %lld numbers, and --reward names %lld rewards; give one for each, in the same order",
+         {o->reward_weights.count, o->reward.count}},
+        {o->adv_estimator == MT_ADV_GDPO && changes,
+         "--adv-estimator gdpo compares each reward as it is; leave out --reward-clip, --overlong-penalty, "
+         "--overlong-buffer-length and --kl-in-reward"},
+        {o->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE && o->bypass_mode,
+         "--adv-estimator optimal_token_baseline reads the old policy's distributions, which --bypass-mode does not "
+         "compute; leave one of them out"},
+        {replays && o->stack.num_experts == 0,
+         "--router-replay: the model has no experts, so there is nothing to replay; leave it out"},
+        {replays && o->device == MT_DEVICE_CUDA,
+         "--router-replay is for the CPU: give --device cpu, or correct the difference by --rollout-is"},
         {o->pg_variant == MT_POLICY_DRO && o->dro_beta == 0,
          "--pg-variant dro needs --dro-beta, the weight of the squared logarithm of the ratio"},
         {o->pg_variant == MT_POLICY_TIS && o->tis_lower_bound > o->tis_upper_bound,
@@ -1151,10 +1184,10 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {o->max_new_tokens >= o->stack.seq_length,
          "--max-new-tokens %lld leaves no room for a prompt in --seq-length %lld",
          {o->max_new_tokens, o->stack.seq_length}},
-        {by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+        {policy->by_sequence && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant gspo and gmpo have one ratio for each sequence, and --loss-agg-mode seq-mean-token-mean; leave "
          "it out"},
-        {one_mean && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
+        {policy->mean_of_means && o->loss_agg_mode != MT_SEQ_MEAN_TOKEN_MEAN,
          "--pg-variant sapo has --loss-agg-mode seq-mean-token-mean; leave it out"},
         {o->overlong_buffer_length > o->max_new_tokens,
          "--overlong-buffer-length %lld must be at most --max-new-tokens %lld",
@@ -1164,7 +1197,8 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
          "it out",
          {o->eval_iters}},
         {!o->tokenizer_type && !o->load, "--stage rl needs a tokenizer: --tokenizer-type, or --load a model with one"},
-        {o->reward == MT_REWARD_COMMAND && o->reward_timeout_seconds >= (double)o->stack.distributed_timeout_seconds,
+        {mt_options_rewards(o, MT_REWARD_COMMAND) &&
+             o->reward_timeout_seconds >= (double)o->stack.distributed_timeout_seconds,
          "--reward-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for rewards",
          {o->stack.distributed_timeout_seconds}},
         {o->stack.temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
@@ -1205,7 +1239,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
     if (mt_options_check_latents(&o->stack, error)) return -1;
-    if (mt_options_check_sparse(&o->stack, error)) return -1;
+    if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&

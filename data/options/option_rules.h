@@ -74,6 +74,9 @@ bool mt_options_gave(const mt_run_options *options, size_t offset);
 int64_t mt_options_data_seed(const mt_run_options *options);
 #define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_run_options, field))
 
+/* True if --reward names this kind. */
+bool mt_options_rewards(const mt_run_options *options, mt_reward_kind kind);
+
 #ifdef __cplusplus
 }
 #endif

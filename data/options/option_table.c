@@ -910,7 +910,7 @@ const mt_option mt_option_table[] = {
     {"stage", MT_CHOICE, MT_AT(stack.stage), MT_TRAIN, MT_OF_RUN, "pt", "pt|sft|rm|dpo|rl|kd",
      "pt: pre-training; sft: --sft; rm: a reward model, from pairs of a chosen and a rejected response; dpo: direct "
      "preference optimization on such pairs; rl: reinforcement learning on the model's own responses to the prompts of "
-     "--data-path; kd: distillation, on the samples of --sft",
+     "--data-path; kd: distillation, on the samples of --sft, or of --kd-data",
      .needs = "kd: teacher-load, rl: data-path",
      .excludes = "rm|dpo|rl|kd|sft: tokens-file, rm|dpo|rl|kd|sft: dataloader-type, rm|dpo|rl: "
                  "reset-position-ids, rm|dpo|rl: reset-attention-mask, rm|dpo|rl: eod-mask-loss, "
@@ -949,6 +949,31 @@ const mt_option mt_option_table[] = {
     {"teacher-load", MT_STRING, MT_AT(teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd",
      .excludes = "rerun-mode validate_results", .own = true}, // a step that is repeated needs the logits again
+    {"export-kd-teacher-load", MT_STRING, MT_AT(export_kd_teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
+     "--stage kd --teacher-load DIR --kd-balance hidden, and without --sft --kd-data pretraining", .own = true},
+    {"export-kd-cfg", MT_STRING, MT_AT(export_kd_cfg), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
+     "Model Optimizer's YAML file of a distillation: intermediate_layer_pairs, logit_layers, skip_lm_loss, "
+     "kd_loss_scale, logit_kl_temperature, logit_kl_topk",
+     .own = true},
+    {"kd-data", MT_CHOICE, MT_AT(kd_data), MT_TRAIN, MT_OF_RUN, "sft", "sft|pretraining",
+     "samples of distillation: those of --sft, or those of pre-training, where every token counts", .needs = "stage kd",
+     .excludes = "pretraining: sft", .own = true},
+    {"kd-hidden-layers", MT_LIST, MT_AT(kd_hidden_layers), MT_TRAIN, MT_OF_RUN, NULL, "PAIR...",
+     "hidden states that the student learns, pairs STUDENT:TEACHER or STUDENT:TEACHER:cosine|mse of decoder.layers.N, "
+     "the output of layer N from 0, or decoder.final_layernorm; both models are as wide, and these layers are on the "
+     "pipeline stage with the loss",
+     .needs = "stage kd", .own = true},
+    {"kd-hidden-weight", MT_REAL, MT_AT(kd_hidden_weight), MT_TRAIN, MT_OF_RUN, "1", "[0,1e6]",
+     "weight v of the mean of the pairs' losses in (1 - w) cross-entropy + w (divergence + v hidden), where w is "
+     "--distill-loss-weight",
+     .needs = "kd-hidden-layers", .excludes = "kd-balance hidden|all", .own = true},
+    {"kd-balance", MT_CHOICE, MT_AT(kd_balance), MT_TRAIN, MT_OF_RUN, "fixed", "fixed|hidden|all",
+     "weights of the losses: fixed ones; or each micro-batch scales the hidden states' loss to the size of the "
+     "divergence, and their sum is the loss (hidden), or is scaled to the size of the cross-entropy and added to it "
+     "(all)",
+     .needs = "stage kd", .excludes = "hidden|all: distill-loss-weight", .own = true},
+    {"kd-loss-scale", MT_REAL, MT_AT(kd_loss_scale), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
+     "factor of the sum that --kd-balance all adds", .needs = "kd-balance all", .own = true},
     {"kd-objective", MT_CHOICE, MT_AT(kd_objective), MT_TRAIN, MT_OF_RUN, "forward_kl",
      "forward_kl|reverse_kl|adaptive_kl|skewed_forward_kl|skewed_reverse_kl|js_divergence",
      "divergence of the student from the teacher", .needs = "stage kd", .own = true},
@@ -969,9 +994,9 @@ const mt_option mt_option_table[] = {
     {.help = "reinforcement learning"},
     {"rollout-batch-size", MT_INT, MT_AT(rollout_batch_size), MT_TRAIN, MT_OF_RUN, "8", "[1,1073741824]",
      "prompts of an iteration", .needs = "stage rl", .own = true},
-    {"reward", MT_CHOICE, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model",
+    {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
-     "a program writes; the value of a reward model",
+     "a program writes; the value of a reward model; several are added up",
      .needs = "stage rl, regex: reward-pattern, command: reward-command, model: reward-load", .own = true},
     {"reward-pattern", MT_STRING, MT_AT(reward_pattern), MT_TRAIN, MT_OF_RUN, NULL, "PATTERN",
      "a pattern of PCRE2; its group \"answer\", if it has one, must be the answer", .needs = "reward regex",
@@ -983,26 +1008,42 @@ const mt_option mt_option_table[] = {
      "most seconds for the rewards of an iteration", .needs = "reward command", .own = true},
     {"reward-load", MT_STRING, MT_AT(reward_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the reward model: of any shape, with the actor's vocabulary", .needs = "reward model", .own = true},
+    {"reward-weights", MT_REALS, MT_AT(reward_weights), MT_TRAIN, MT_OF_RUN, NULL, "[-1e6,1e6]",
+     "weight of each --reward, in their order (default: 1)", .needs = "stage rl", .own = true},
+    {"norm-mean-type", MT_CHOICE, MT_AT(norm_mean_type), MT_TRAIN, MT_OF_RUN, "none", "none|batch|group",
+     "subtract from a reward the mean of those of the iteration, or of its prompt",
+     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus|step_reinforce", .own = true},
+    {"norm-std-type", MT_CHOICE, MT_AT(norm_std_type), MT_TRAIN, MT_OF_RUN, "none", "none|batch|group",
+     "divide it by their standard deviation",
+     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus|step_reinforce", .own = true},
     {"reward-clip", MT_REAL, MT_AT(reward_clip), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "clip rewards to at most this in magnitude (default: none)", .needs = "stage rl", .own = true},
     {"answer-key", MT_STRING, MT_AT(answer_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
      "field with the answer to a prompt (default: answer)", .needs = "stage rl", .own = true},
     {"adv-estimator", MT_CHOICE, MT_AT(adv_estimator), MT_TRAIN, MT_OF_RUN, "grpo",
-     "gae|grpo|rloo|reinforce|reinforce_plus_plus|reinforce_plus_plus_baseline|opo|gpg|grpo_passk",
-     "advantages: gae trains a critic beside the actor; grpo, rloo, reinforce_plus_plus_baseline, opo, gpg and "
-     "grpo_passk compare the responses to one prompt",
+     "gae|grpo|rloo|reinforce|reinforce_plus_plus|reinforce_plus_plus_baseline|opo|gpg|grpo_passk|remax|"
+     "gdpo|gigpo|step_reinforce|optimal_token_baseline",
+     "advantages: gae trains a critic beside the actor; grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, "
+     "grpo_passk, gdpo, gigpo and optimal_token_baseline (on the CPU) compare the responses to one prompt, gdpo by "
+     "each reward on its own; remax compares "
+     "them with a greedy response",
      .needs = "stage rl", .own = true},
     {"norm-adv-by-std", MT_FLAG, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "grpo, grpo_passk: divide by the standard deviation of the group's rewards",
-     .needs = "stage rl, adv-estimator grpo|grpo_passk", .own = true},
-    {"no-norm-adv-by-std", MT_NO, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, NULL, NULL, "grpo, grpo_passk: do not",
-     .needs = "stage rl, adv-estimator grpo|grpo_passk", .own = true},
+     "grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group's rewards",
+     .needs = "stage rl, adv-estimator grpo|grpo_passk|gdpo|gigpo", .own = true},
+    {"no-norm-adv-by-std", MT_NO, MT_AT(norm_adv_by_std), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not",
+     .needs = "stage rl, adv-estimator grpo|grpo_passk|gdpo|gigpo", .own = true},
     {"whiten-advantages", MT_FLAG, MT_AT(whiten_advantages), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "advantages of an iteration get mean 0 and deviation 1", .needs = "stage rl", .own = true},
     {"advantage-clip", MT_REAL, MT_AT(advantage_clip), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "clip advantages to at most this in magnitude (default: none)", .needs = "stage rl", .own = true},
     {"gamma", MT_REAL, MT_AT(gamma), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "discount of later rewards",
-     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus", .own = true},
+     .needs = "stage rl, adv-estimator gae|reinforce|reinforce_plus_plus|step_reinforce", .own = true},
+    {"episode-reward-weight", MT_REAL, MT_AT(episode_reward_weight), MT_TRAIN, MT_OF_RUN, "1", "[0,1e6]",
+     "weight of the advantage of a response", .needs = "adv-estimator gigpo", .own = true},
+    {"step-reward-weight", MT_REAL, MT_AT(step_reward_weight), MT_TRAIN, MT_OF_RUN, "1", "[0,1e6]",
+     "weight of the advantage of its step, which with one turn is the same", .needs = "adv-estimator gigpo",
+     .own = true},
     {"lam", MT_REAL, MT_AT(lam), MT_TRAIN, MT_OF_RUN, "1", "[0,1]", "lambda of gae", .needs = "adv-estimator gae",
      .own = true},
     {"dynamic-sampling", MT_FLAG, MT_AT(dynamic_sampling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
@@ -1106,6 +1147,20 @@ const mt_option mt_option_table[] = {
     {"rollout-rs-threshold", MT_STRING, MT_AT(rollout_rs_threshold), MT_TRAIN, MT_OF_RUN, NULL, "BOUND,BOUND",
      "the bound of each rule, or one of all: k2 and k3 HIGH, k1 LOW_HIGH as ratios of probabilities",
      .needs = "rollout-rs", .own = true},
+    {"bypass-mode", MT_FLAG, MT_AT(bypass_mode), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "the old log-probabilities are those of the generator, and training does not compute them: the ratio of the loss "
+     "corrects both differences",
+     .needs = "stage rl", .excludes = "rollout-is token|sequence, rollout-rs, router-replay R2", .own = true},
+    {"router-replay", MT_CHOICE, MT_AT(router_replay), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|R2|R3",
+     "experts of training: R2: the choice of the old policy when it scored the responses; R3: that of the "
+     "generator, which the old policy takes too (routing replay, on the CPU)",
+     .needs = "stage rl", .own = true},
+    {"moe-enable-routing-replay", MT_FLAG, MT_AT(moe_enable_routing_replay), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "--router-replay R3", .needs = "stage rl", .excludes = "router-replay"},
+    {"bitwise-rollouts", MT_FLAG, MT_AT(bitwise_rollouts), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "the generator's log-probabilities equal those of training bit for bit: all sums of a forward are in one order, "
+     "whatever the batch; slower, on the CPU only",
+     .needs = "stage rl", .own = true},
     {"kl-loss-coef", MT_REAL, MT_AT(kl_loss_coef), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
      "weight of the divergence from the reference model in the loss", .needs = "stage rl", .own = true},
     {"kl-loss-type", MT_CHOICE, MT_AT(kl_loss_type), MT_TRAIN, MT_OF_RUN, "k3", "k1|abs|k2|k3",
@@ -1291,7 +1346,7 @@ const mt_option mt_option_table[] = {
      "read options from a file; the command line takes precedence", .own = true},
     {"role", MT_STRING, MT_AT(role), MT_BOTH, MT_OF_RUN, NULL, "ROLE",
      "the file of --config is one of ROLL, verl or Trinity-RFT: read the pipeline's keys and those of this role, such "
-     "as sft_train, actor_train, reference, student or rewards.NAME",
+     "as sft_train, actor_train, reference, student or rewards.NAME; a file with one role needs no --role",
      .needs = "config", .own = true},
     {"print-config", MT_FLAG, MT_AT(print_config), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "print the keys of the file of --role with the options that they set, the keys that are not used, and all options "
@@ -1358,8 +1413,8 @@ const mt_option mt_option_table[] = {
     {"inference-max-requests", MT_INT, MT_AT(inference_max_requests), MT_BOTH, MT_OF_RUN, "256", "[1,1000000]",
      "sequences at once on a data-parallel rank; when one ends, the next takes its place", .needs = "stage rl"},
     {"kv-cache-tokens", MT_INT, MT_AT(kv_cache_tokens), MT_BOTH, MT_OF_RUN, NULL, "[1,2000000000]",
-     "tokens whose keys and values are kept on a data-parallel rank (default: those of all sequences at once); "
-     "sequences wait for room",
+     "tokens whose keys and values are kept on a data-parallel rank (default: those of all sequences at once; with "
+     "--serve 65536, or those of one sequence); sequences wait for room",
      .needs = "stage rl", .own = true},
     {"inference-dynamic-batching-block-size", MT_INT, MT_AT(inference_dynamic_batching_block_size), MT_BOTH, MT_OF_RUN,
      "128", "[1,65536]", "tokens of a page of keys and values, a power of two; GPUs are fastest with 128 or more",
@@ -1369,6 +1424,35 @@ const mt_option mt_option_table[] = {
      .excludes = "prompt, prompt-tokens", .own = true},
     {"system-prompt", MT_STRING, MT_AT(system_prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "begin the conversation with this system message", .needs = "chat", .own = true},
+
+    {.help = "serving"},
+    {"serve", MT_STRING, MT_AT(serve), MT_INFER, MT_OF_RUN, NULL, "[ADDRESS:]PORT",
+     "answer requests by HTTP as OpenAI's interface has them: /v1/completions, /v1/chat/completions, /v1/models, "
+     "/tokenize, /health, /metrics; by default to this machine alone, 127.0.0.1; until SIGTERM. Options of sampling "
+     "hold for requests that say nothing",
+     .excludes = "prompt, prompts, prompt-tokens, print-tokens, chat, score, convert, merge-adapter, stop, out, "
+                 "num-return-sequences",
+     .own = true},
+    {"api-key", MT_STRING, MT_AT(api_key), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "the first line of this file is a key, which requests must bring as Authorization: Bearer KEY", .needs = "serve",
+     .own = true},
+    {"serve-model-name", MT_STRING, MT_AT(serve_model_name), MT_INFER, MT_OF_RUN, NULL, "NAME",
+     "name of the model in requests (default: that of its folder)", .needs = "serve", .own = true},
+    {"serve-queue", MT_INT, MT_AT(serve_queue), MT_INFER, MT_OF_RUN, "256", "[1,1000000]",
+     "requests that wait at most; more are refused with the status 429", .needs = "serve", .own = true},
+    {"serve-timeout", MT_INT, MT_AT(serve_timeout), MT_INFER, MT_OF_RUN, "600", "[0,1000000]",
+     "seconds that a request may take, in the queue and after it; 0: as many as it needs", .needs = "serve",
+     .own = true},
+    {"serve-max-body", MT_INT, MT_AT(serve_max_body), MT_INFER, MT_OF_RUN, "8388608", "[1024,1073741824]",
+     "bytes of a request at most", .needs = "serve", .own = true},
+    {"serve-cors", MT_STRING, MT_AT(serve_cors), MT_INFER, MT_OF_RUN, NULL, "ORIGIN",
+     "let pages of this origin, such as https://example.org, call the server from a browser", .needs = "serve",
+     .own = true},
+    {"max-prefill-tokens", MT_INT, MT_AT(max_prefill_tokens), MT_INFER, MT_OF_RUN, "512", "[1,1000000]",
+     "tokens of prompts that are read in one step beside the sequences that generate: fewer delay these less",
+     .needs = "serve", .own = true},
+    {"inference-max-seq-length", MT_INT, MT_AT(inference_max_seq_length), MT_INFER, MT_OF_RUN, NULL, "[2,1073741824]",
+     "tokens of prompt and answer at most (default: the model's context, at most 8192)", .needs = "serve"},
 
     {.help = "scoring"},
     {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE",

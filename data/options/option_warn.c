@@ -60,7 +60,7 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
 /* Of a finished infer. */
 static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file) {
     bool writes = o->merge_adapter || o->convert, generates = !o->score && !writes,
-         argmax = generates && o->stack.temperature == 0;
+         argmax = generates && !o->serve && o->stack.temperature == 0; // requests have temperatures of their own
     bool no_text = o->prompt_tokens && o->print_tokens && o->stop.count == 0,
          dense = mt_num_expert_layers(&o->stack) == 0;
     const char *top = "--temperature 0 takes the most probable token", *merges = "no text is generated",
@@ -105,8 +105,8 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     bool all_recomputed =
         o->stack.recompute_granularity == MT_RECOMPUTE_FULL && o->stack.recompute_method == MT_RECOMPUTE_UNIFORM;
     bool experts = mt_num_expert_layers(&o->stack) > 0, mlps = mt_num_dense_layers(&o->stack) > 0;
-    bool attends = mt_has_mixer(&o->stack, MT_MIXER_ATTENTION) || mt_has_mixer(&o->stack, MT_MIXER_LATENT_ATTENTION) ||
-                   mt_has_mixer(&o->stack, MT_MIXER_SPARSE_ATTENTION);
+    bool attends = false;
+    for (int64_t i = 0; i < o->stack.num_layers; i++) attends |= mt_mixer_attends(mt_layer_kind_of(&o->stack, i).mixer);
     const char *alone = "there is one data-parallel rank", *dense = "no layer has experts";
     bool unwatched = !mt_launched_by_mpi();
     bool single = one && o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size == 1;
@@ -114,6 +114,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
         {o->ignores_save_interval, "save-interval", "there is no --save"},
+        {o->ignores_train_epochs, "train-epochs", "--train-iters decides, as in transformers"},
         {o->ckpt_format == MT_CHECKPOINT_TORCH_DIST && !o->save, "ckpt-format", "there is no --save"},
         {o->use_checkpoint_opt_param_scheduler && !o->load, "use-checkpoint-opt-param-scheduler", "there is no --load"},
         {o->log_memory_to_tensorboard && !o->tensorboard_dir && !o->metrics, "log-memory-to-tensorboard",

@@ -65,6 +65,20 @@ static int mt_givens_add_config(mt_givens *givens, mt_option_reader *reader, con
     return status;
 }
 
+/* The role of a file that has one alone; NULL: it has none or several, or cannot be read, which is reported later. */
+static char *mt_config_only_role(const char *path) {
+    int64_t bytes;
+    mt_yaml yaml;
+    mt_error ignored;
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, &ignored), roles[400] = "";
+    if (text && mt_yaml_open(&yaml, text, bytes, path, &ignored) == 0) {
+        if (!mt_role_config_detect(roles, &yaml) || strchr(roles, ',')) *roles = 0;
+        mt_yaml_close(&yaml);
+    }
+    free(text);
+    return *roles ? mt_strdup(roles) : NULL;
+}
+
 /* True if the command line has a flag. */
 static bool mt_givens_have(const mt_givens *givens, size_t offset) {
     const mt_given *given = mt_givens_find(givens, offset);
@@ -97,11 +111,13 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     char *role = given && given->values.count > 0 ? mt_strdup(given->values.items[0]) : NULL;
     reader.prints_only = mt_givens_have(&givens, MT_AT(print_config));
     int status = mt_givens_find_config(&givens, &config, error);
+    if (!status && config && !given) role = mt_config_only_role(config);
     mt_strings overrides = {0};
     if (!status && config && role) mt_givens_split_overrides(&givens, &overrides);
     if (!status && config) status = mt_givens_add_config(&givens, &reader, config, role, &overrides, error);
     mt_strings_free(&overrides);
     int64_t file_iters = 0;
+    if (role && !given) mt_string_set(&options->role, role);
     if (!status) status = mt_givens_take(&givens, &reader, &file_iters, error);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) status = mt_option_reader_check_sums(&reader, error);

@@ -30,6 +30,19 @@ typedef enum mt_checkpoint_format {
     MT_CHECKPOINT_FSDP_DTENSOR // Megatron-FSDP's word for parameters that ranks share: the first, until options finish
 } mt_checkpoint_format;
 
+/* --norm-mean-type, --norm-std-type: over which responses rewards are normalised. */
+typedef enum mt_reward_norm { MT_REWARD_NORM_NONE, MT_REWARD_NORM_BATCH, MT_REWARD_NORM_GROUP } mt_reward_norm;
+
+/* --router-replay: the experts that training takes. */
+typedef enum mt_router_replay {
+    MT_ROUTER_REPLAY_DISABLED, // the router's
+    MT_ROUTER_REPLAY_R2,       // those of the old policy, when it scored the responses
+    MT_ROUTER_REPLAY_R3,       // those of the generator; the old policy scores with them too
+} mt_router_replay;
+
+/* --kd-data: the samples of distillation. */
+typedef enum mt_kd_data { MT_KD_OF_SFT, MT_KD_OF_PRETRAINING } mt_kd_data;
+
 /* --rollout-is: weights of tokens that correct the policy's loss for a generator that differs from training. */
 typedef enum mt_rollout_is {
     MT_ROLLOUT_IS_NONE,
@@ -113,7 +126,11 @@ typedef struct mt_run_options {
     char *teacher_load;
     mt_divergence_type kd_objective;
     int64_t logits_topk;
-    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha;
+    double kd_temperature, distill_loss_weight, skew_lambda, adaptive_kl_alpha, kd_hidden_weight, kd_loss_scale;
+    mt_distillation_balance kd_balance;
+    mt_kd_data kd_data;
+    mt_strings kd_hidden_layers; // see mt_options_hidden_pairs
+    char *export_kd_teacher_load, *export_kd_cfg;
     /* reinforcement learning */
     int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
     mt_adv_estimator adv_estimator;
@@ -128,11 +145,16 @@ typedef struct mt_run_options {
     double topr_positive_weight, topr_negative_weight, kl_cov_ratio, ppo_kl_coef, clip_cov_ratio, clip_cov_lb,
         clip_cov_ub;
     mt_rollout_is rollout_is; // see mt_options_correction
-    bool rollout_is_batch_normalize;
+    bool rollout_is_batch_normalize, bitwise_rollouts, moe_enable_routing_replay;
+    mt_router_replay router_replay;
     char *rollout_is_threshold, *rollout_rs, *rollout_rs_threshold;
     mt_loss_aggregation loss_agg_mode;
     mt_kl_type kl_loss_type;
-    mt_reward_kind reward;
+    mt_ints reward; // mt_reward_kind of each
+    mt_reals reward_weights;
+    mt_reward_norm norm_mean_type, norm_std_type;
+    double episode_reward_weight, step_reward_weight;
+    bool bypass_mode;
     char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
     double reward_timeout_seconds, critic_lr;
     /* models that take turns; a size of 0: see mt_model_role_sizes */
@@ -166,6 +188,8 @@ typedef struct mt_run_options {
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
+    char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
+    int64_t serve_queue, serve_timeout, serve_max_body, max_prefill_tokens, inference_max_seq_length;
     uint64_t given[56]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
     int64_t num_batch_steps, batch_steps[MT_MAX_BATCH_STEPS][2];
@@ -174,8 +198,8 @@ typedef struct mt_run_options {
     int32_t origins[MT_MAX_OPTIONS]; // by row of the option table: see mt_option_origin_text
     int64_t config_devices;          // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
-    bool ignores_sequence_parallel, ignores_pre_softmax,
-        ignores_save_interval;          // these options were given where they have no effect
+    bool ignores_sequence_parallel, ignores_pre_softmax, ignores_save_interval,
+        ignores_train_epochs;           // these options were given where they have no effect
     mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
     int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
     bool head_is_new;                   // for the stage: the folder to load has none

@@ -262,6 +262,7 @@ static double path_number(reader *r, const char *path, double fallback) {
 static void set_number(mt_role_entry *entry, double value) {
     char text[32];
     mt_real_print(text, value);
+    if (strtod(entry->values.items[0], NULL) != value) entry->is_derived = true;
     mt_string_set(&entry->values.items[0], text);
 }
 
@@ -341,6 +342,12 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         mt_string_set(&entry->text, same ? row->text : reason);
     } else if (row->kind == MT_KEY_ALGORITHM) {
         derive_algorithm(r, mapping, entry);
+    } else if (row->kind == MT_KEY_REWARD_NORM) {
+        char *shift = sibling_text(r, mapping, "reward_shift");
+        bool shifts = shift && mt_parse_bool(shift, &is_true) && is_true;
+        if (!shifts && entry->kind == MT_ENTRY_OPTION)
+            add_option(r, entry->line, "norm-std-type", entry->values.items[0])->is_implied = true;
+        free(shift);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;

@@ -26,6 +26,7 @@ typedef struct mt_role_entry {
     bool is_name;     // MT_ENTRY_OPTION: of another role, without values; no error where there is an answer to the name
     bool is_implied;  // MT_ENTRY_OPTION: a further meaning of the key; no error if the program has no such option
     bool is_sequence; // the value is a list
+    bool is_derived;  // the value is not that of the file: other keys are in it
     mt_strings values; // one, or those of a list
     char *text, *accepted;
     long long line;

@@ -35,6 +35,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
     MT_KEY_DEVICES,     // the devices of a role
     MT_KEY_ALGORITHM,   // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
+    MT_KEY_REWARD_NORM, // ROLL's reward_norm: --norm-mean-type, and --norm-std-type unless reward_shift is true
     MT_KEY_EXPERIENCE,  // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
     MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here
 } mt_role_key_kind;

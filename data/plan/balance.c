@@ -46,8 +46,7 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
 
 int mt_layer_cost(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
-    bool linear = kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_SHORT_CONV ||
-                  kind.mixer == MT_MIXER_MAMBA2 || kind.mixer == MT_MIXER_KDA;
+    bool linear = kind.mixer != MT_MIXER_NONE && !mt_mixer_attends(kind.mixer);
     int halves = kind.feed_forward == MT_FEED_FORWARD_NONE ? 1 : kind.mixer == MT_MIXER_NONE ? 2 : 0;
     return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear + 8 * halves +
            24 * kind.shares_indices;

@@ -175,6 +175,10 @@ static int64_t mt_sim_ssd_workspace_bytes(int64_t T, const mt_ssd_args *a, bool 
     return mt_cuda_ssd_workspace(T, a, train);
 }
 
+static int64_t mt_sim_sparse_workspace_bytes(int64_t T, int64_t longest, int64_t topk) {
+    return mt_cuda_sparse_workspace(T, longest, topk);
+}
+
 static mt_stream *mt_sim_stream_create(void *workspace, int64_t bytes, bool deterministic) {
     mt_stream *stream = mt_calloc(sizeof *stream);
     stream->number = mt_device_model.num_streams++;

@@ -336,6 +336,10 @@ static void open_model(mt_run *r) {
                        : mt_rank_tokens(&o->stack, mt_largest_micro_batch_size(&o->stack) * mt_row_length(&o->stack));
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->stack.seq_length, .train = true};
     plan.loss = mt_stage_loss_of(&r->loss, o);
+    if (plan.loss && plan.loss->distillation) {
+        plan.num_taps = r->loss.distillation.num_pairs;
+        for (int64_t k = 0; k < plan.num_taps; k++) plan.taps[k] = r->loss.distillation.pairs[k].student;
+    }
     plan.host_memory = mt_host_memory_available("");
     if (o->stack.stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over

@@ -34,6 +34,7 @@ function read_includes(file,    line, name, folder, beside, made) {
         beside = simple(folder name[2])
         made = name[2]
         sub(/_program\.h$/, ".py", made)
+        sub(/_text\.h$/, ".html", made)
         if (exists(beside)) includes[file] = includes[file] " " beside
         else if (exists(name[2])) includes[file] = includes[file] " " name[2]
         else if (made != name[2] && exists(made)) includes[file] = includes[file] " " made

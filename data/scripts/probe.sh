@@ -155,6 +155,10 @@ program utf8proc.h 'return utf8proc_version() == 0;'
 look utf8proc 'Unicode normal forms' 'tokenizers with a Unicode normal form (Qwen) are refused' \
     '|-lutf8proc' "$(package libutf8proc)" && keep MT_HAVE_UTF8PROC
 
+program microhttpd.h '_Static_assert(MHD_VERSION >= 0x00096900, "0.9.69 or later"); return MHD_get_version() == 0;'
+look http 'infer --serve (libmicrohttpd)' 'infer --serve is refused' \
+    '|-lmicrohttpd' "$(package libmicrohttpd)" && keep MT_HAVE_HTTP
+
 program 'stdarg.h stddef.h stdint.h setjmp.h cmocka.h' 'cmocka_set_message_output(CM_OUTPUT_STDOUT);'
 if look cmocka 'make test' 'make test is refused' '|-lcmocka' "$(package cmocka)"; then
     echo "CMOCKA_LIBS = $found_libs" >>"$work/config"

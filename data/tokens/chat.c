@@ -803,7 +803,8 @@ static bool has_place(const mt_chat *chat, int64_t token) {
     return false;
 }
 
-/* White space behind the token that ends a turn is no part of the response: a model stops at that token. */
+/* White space and the same token again behind the token that ends a turn are no part of the response: a model stops at
+ * the first. */
 static void trim_turns(const mt_chat *chat, const int32_t *ids, int32_t *turns, int64_t count) {
     for (int64_t i = count - 1; i > 0; i--) {
         int64_t last = i;
@@ -811,7 +812,13 @@ static void trim_turns(const mt_chat *chat, const int32_t *ids, int32_t *turns, 
         while (last > 0 && turns[last] == turns[i] && is_blank_token(chat->tokenizer, ids[last]) &&
                !has_place(chat, last))
             last--;
-        if (last == i || turns[last] != turns[i] || !has_place(chat, last)) continue;
+        if (turns[last] != turns[i] || !has_place(chat, last)) continue;
+        for (int64_t k = last - 1; k > 0 && turns[k] == turns[i]; k--) { // a template may write the token again
+            if (has_place(chat, k) && ids[k] == ids[last])
+                last = k;
+            else if (has_place(chat, k) || !is_blank_token(chat->tokenizer, ids[k]))
+                break;
+        }
         for (int64_t k = last + 1; k <= i; k++) turns[k] = -1;
         i = last;
     }

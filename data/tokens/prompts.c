@@ -47,7 +47,7 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
 
 void mt_sequence_end(mt_sequence *sequence) {
     free(sequence->tokens);
-    free(sequence->logps);
+    free(sequence->logps), free(sequence->routes);
     *sequence = (mt_sequence){.slot = -1};
 }
 

@@ -242,6 +242,11 @@ static int open_huggingface(mt_tokenizer *tokenizer, const char *path, bool fold
     bool ranks = folder ? !mt_folder_has(path, "tokenizer.json") && mt_folder_has(path, "tiktoken.model")
                         : mt_text_ends_with(path, "tiktoken.model");
     if (folder && ranks) return open_in(tokenizer, path, "tiktoken.model", open_tiktoken, error);
+    if (folder && !mt_folder_has(path, "tokenizer.json") && mt_folder_has(path, "tokenizer.model"))
+        return mt_error_set(error,
+                            "%s: has tokenizer.model and no tokenizer.json; give --tokenizer-type "
+                            "SentencePieceTokenizer, or Llama2Tokenizer for its BOS",
+                            path);
     if (folder) return open_in(tokenizer, path, "tokenizer.json", open_json, error);
     return ranks ? open_tiktoken(tokenizer, path, error) : open_json(tokenizer, path, error);
 }

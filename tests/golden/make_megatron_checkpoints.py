@@ -34,6 +34,9 @@ COMMON = dict(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_he
 ROUTED = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02,
               moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
               padded_vocab_size=100)  # Megatron-Core's losses have logits of the padding
+BUCKETS = dict(hidden_size=8, ffn_hidden_size=12, kv_channels=4, qk_layernorm=True, bf16=True)
+BIASED = dict(normalization="LayerNorm", swiglu=False, add_bias_linear=True, add_qkv_bias=True, num_layers=1,
+              qk_layernorm=False)
 # name: (ranks, format, with the optimizer's state, what differs from COMMON)
 CASES = {
     "dense_tp2": (2, "torch_dist", False, {}),
@@ -97,6 +100,11 @@ CASES = {
                         mamba_state_dim=5, mamba_num_groups=2, position_embedding_type="none", swiglu=False,
                         squared_relu=True, num_experts=4, moe_ffn_hidden_size=8, moe_router_topk=2,
                         moe_router_pre_softmax=False, moe_shared_expert_intermediate_size=8, **ROUTED)),
+    # the distributed optimizer's state as its buckets, and beside it, NAME_space, the same as tensors of the model
+    "buckets_dp2": (2, "torch_dist", "dp_reshardable", dict(BUCKETS, dp=2)),
+    "buckets_tp2": (2, "torch_dist", "dp_reshardable", dict(BUCKETS, **BIASED)),
+    "buckets_many": (2, "torch_dist", "dp_reshardable", dict(BUCKETS, bucket_size=600, **BIASED)), # the state of buckets_tp2
+    "buckets_pp2": (2, "torch_dist", "dp_reshardable", dict(BUCKETS, pp=2)),
     "dense": (1, "torch_dist", True, dict(num_layers=1, hidden_size=8, ffn_hidden_size=12, qk_layernorm=True)),
 }
 
@@ -427,6 +435,52 @@ def args_of(a, tp):
     return args
 
 
+def save_buckets(model, a, common, folder, form):
+    """One step of the distributed optimizer, and its state in two forms: `form`, and fully_reshardable."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    model.bfloat16()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce="bucket_size" in a,
+                                           grad_reduce_in_fp32=True, bucket_size=a.get("bucket_size"))
+    wrapped = DistributedDataParallel(model.config, config, model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
+                        use_distributed_optimizer=True), [wrapped])
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    split, whole = (torch.Generator().manual_seed(5 + dist.get_rank(group))
+                    for group in (None, inner.data_parallel_group))
+    for group in inner.optimizer.param_groups:
+        for p in group["params"]:
+            own = split if getattr(p, "tensor_model_parallel", False) else whole
+            if getattr(p, "shared", False):  # both copies of a tied embedding
+                own = torch.Generator().manual_seed(3)
+            p.grad = torch.randn(p.shape, generator=own)
+    inner.optimizer.step()
+    inner._copy_main_params_to_model_params()
+    for buffer in inner.buffers:
+        for bucket in buffer.buckets:  # every data-parallel rank gets the others' shards
+            parts = list(bucket.param_data.chunk(dist.get_world_size(buffer.data_parallel_group)))
+            dist.all_gather(parts, parts[dist.get_rank(buffer.data_parallel_group)].clone(),
+                            group=buffer.data_parallel_group)
+    for space in (form,) if "bucket_size" in a else (form, "fully_reshardable"):
+        metadata = dict(distrib_optim_sharding_type=space, singleton_local_shards=False, chained_optim_avoid_prefix=True,
+                        distrib_optim_fully_reshardable_mem_efficient=False, dp_cp_group=inner.data_parallel_group)
+        state = dict(model.sharded_state_dict(metadata=metadata), **common)
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        target = folder if space == form else folder + "_space"
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            os.makedirs(os.path.join(target, "iter_0000007"))
+            with open(os.path.join(target, "latest_checkpointed_iteration.txt"), "w") as file:
+                file.write("7")
+        dist.barrier()
+        dist_checkpointing.save(state, os.path.join(target, "iter_0000007"), content_metadata=metadata and {
+            k: v for k, v in metadata.items() if k != "dp_cp_group"})
+
+
 def make(name):
     import numpy
     import torch
@@ -435,11 +489,11 @@ def make(name):
     tp, form, optim, shape = CASES[name]
     stand_ins()
     pp, ep = shape.get("pp", 1), shape.get("ep", 1)
-    tp //= pp * ep
+    tp //= pp * ep * shape.get("dp", 1)
     start(tp, pp, shape.get("vpp"), ep)
     model, a = build(tp, shape, 0 if "vpp" in shape else None)
     chunks = [model] + [build(tp, shape, i)[0] for i in range(1, shape.get("vpp", 1))]
-    if pp > 1:
+    if pp > 1 and not isinstance(optim, str):
         model = chunks
     folder = os.path.join(HERE, name)
     iteration = os.path.join(folder, "iter_0000007")
@@ -449,6 +503,8 @@ def make(name):
     dist.barrier()
     common = dict(args=args_of(a, tp), checkpoint_version=3.0, iteration=7,
                   opt_param_scheduler=dict(max_lr=1e-3, num_steps=112))
+    if isinstance(optim, str):
+        return save_buckets(model, a, common, folder, optim)
     if form == "torch":
         rank = dist.get_rank()
         part = os.path.join(iteration, "mp_rank_%02d" % (rank % tp) + ("_%03d" % rank if pp * ep > 1 else ""))

@@ -1,0 +1,856 @@
+/* sparse_attention.cu: sparse attention: the indexer's scores, its choice of keys, and its loss; attention over keys
+ * that are selected.
+ *
+ * The indexer scores some rows of queries at a time, in the stream's workspace, and a second kernel selects from them:
+ * memory is [rows, T] whatever T is. On tensor cores a warp has a query: its heads are the rows of a product, whose
+ * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well. The choice is
+ * exact: three histograms of parts of a score's bits find the k-th greatest. Of scores that equal it the first are
+ * taken, or else the choice of torch (megatron.c, section 19a): then one thread splits the row as torch does.
+ *
+ * Attention of many queries multiplies whole tiles of keys and reads from a bit for each pair whether a query attends
+ * to a key: heads share these bits, and no head reads its keys once for each query. A query of a step of generation
+ * reads the keys of its list. */
+#include "attention.cuh"
+#include "mma.cuh"
+#include "vector.cuh"
+
+enum { THREADS = 256, WARPS = THREADS / 32, LANES = 32, PLAIN = 128 };
+static const unsigned all_lanes = 0xffffffff;
+
+/* ---- queries and their keys -------------------------------------------------------------------------------------- */
+
+/* The span of a query row, and the number of its keys that the row sees; 0 if it is in no span. */
+struct query_keys {
+    mt_span span;
+    int64_t count, number; // number: of the span
+};
+
+/* All lanes of a warp call it with the same row. */
+__device__ static query_keys keys_of_query(const mt_span *spans, int64_t num_spans, int64_t t) {
+    int lane = (int)threadIdx.x % LANES;
+    for (int64_t base = 0; base < num_spans; base += LANES) {
+        bool mine = false;
+        if (base + lane < num_spans) {
+            int64_t i = t - spans[base + lane].q_start;
+            mine = i >= 0 && i < spans[base + lane].q_len;
+        }
+        unsigned owner = __ballot_sync(all_lanes, mine);
+        if (!owner) continue;
+        query_keys keys = {spans[base + __ffs((int)owner) - 1], 0, base + __ffs((int)owner) - 1};
+        int64_t end = t - keys.span.q_start + keys.span.k_len - keys.span.q_len + 1;
+        keys.count = keys.span.causal ? max(min(end, keys.span.k_len), (int64_t)0) : keys.span.k_len;
+        return keys;
+    }
+    return {};
+}
+
+/* Of several threads, all of a block, the sum or the maximum, for all of them. `parts`: memory of a number a warp. */
+template <class X, class Combine> __device__ static X over_block(X x, X *parts, Combine combine) {
+    int lane = (int)threadIdx.x % LANES, warps = (int)blockDim.x / LANES;
+    for (int step = LANES / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(all_lanes, x, step));
+    __syncthreads(); // parts of a call before are no longer read
+    if (lane == 0) parts[threadIdx.x / LANES] = x;
+    __syncthreads();
+    x = parts[0];
+    for (int i = 1; i < warps; i++) x = combine(x, parts[i]);
+    return x;
+}
+template <class X> __device__ static X sum_over_block(X x, X *parts) {
+    return over_block(x, parts, [](X a, X b) { return a + b; });
+}
+__device__ static float max_over_block(float x, float *parts) {
+    return over_block(x, parts, [](float a, float b) { return mt_maximum(a, b); });
+}
+
+/* x[D] . row[D], x in shared memory; wide: the row allows 16-byte loads. */
+template <class E> __device__ __forceinline__ float dot_row(const float *x, const E *row, int D, bool wide) {
+    constexpr int N = mt_vector<E>::size;
+    float sum = 0;
+    if (!wide) {
+        for (int c = 0; c < D; c++) sum += x[c] * mt_to_float(row[c]);
+        return sum;
+    }
+    for (int c = 0; c < D; c += N) {
+        mt_pack<float, N> pack = mt_to_float(mt_load<N>(row + c));
+#pragma unroll
+        for (int i = 0; i < N; i++) sum += x[c + i] * pack.value[i];
+    }
+    return sum;
+}
+
+template <class E> static bool rows_are_wide(const void *x, int64_t stride, int64_t D) {
+    int64_t N = 16 / (int64_t)sizeof(E);
+    return (uintptr_t)x % 16 == 0 && stride % N == 0 && D % N == 0;
+}
+
+/* ---- scores ------------------------------------------------------------------------------------------------------ */
+
+template <class E> struct indexer_task {
+    const E *q, *k, *weights;
+    const mt_span *spans;
+    int64_t num_spans;
+    mt_pages pages;
+    int64_t first_row;   // of queries: row 0 of q, weights and listed
+    int64_t first, rows; // of this launch
+    int64_t topk;
+    const int64_t *lengths; // see mt_indexer_args
+    const int32_t *listed;  // [rows, topk] or NULL: column j is key j
+    int64_t least;          // rows that see no more keys than this need no scores
+    float *scores;          // [rows of this launch, columns]
+    int64_t columns;
+    int H, D;
+    float scale;
+    bool wide; // keys allow 16-byte loads
+
+    /* Row `i` of the launch is query row query(i). */
+    __device__ int64_t query(int64_t i) const {
+        return first + i;
+    }
+    __device__ int64_t count(const query_keys &keys) const {
+        return listed ? min(keys.count, topk) : keys.count;
+    }
+    __device__ int64_t length(const query_keys &keys) const {
+        return lengths ? lengths[keys.number] : keys.span.k_len;
+    }
+    __device__ int64_t key_row(const query_keys &keys, int64_t t, int64_t j) const {
+        return mt_key_row(pages, keys.span.k_start + (listed ? listed[(t - first_row) * topk + j] : j));
+    }
+};
+
+template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
+    indexer_task<E> task = {};
+    task.q = (const E *)a->q, task.k = (const E *)a->k, task.weights = (const E *)a->weights;
+    task.spans = a->spans->device, task.num_spans = a->spans->count, task.pages = a->pages;
+    task.first_row = a->first_row, task.topk = a->topk, task.H = (int)a->H, task.D = (int)a->D;
+    task.lengths = a->lengths, task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
+    return task;
+}
+
+/* The sum over heads of a query and a key. A head that is not positive, or is not a number, adds nothing. */
+__device__ static float positive(float product) {
+    return product > 0 ? product : 0;
+}
+
+/* Any operands: a thread for each key of a query. Heads take turns, so that a key is read once for each. */
+template <class E> __global__ void __launch_bounds__(PLAIN) plain_scores(const indexer_task<E> task) {
+    extern __shared__ float q[]; // [D]
+    int64_t t = task.query(blockIdx.y), row = t - task.first_row, j = (int64_t)blockIdx.x * PLAIN + threadIdx.x;
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int64_t count = task.count(keys);
+    if (count <= task.least || (int64_t)blockIdx.x * PLAIN >= count) return;
+    const E *k = task.k + (j < count ? task.key_row(keys, t, j) : 0) * task.D;
+    float score = 0;
+    for (int h = 0; h < task.H; h++) {
+        __syncthreads();
+        for (int c = (int)threadIdx.x; c < task.D; c += PLAIN)
+            q[c] = mt_to_float(task.q[(row * task.H + h) * task.D + c]);
+        __syncthreads();
+        float weight = task.scale * mt_to_float(task.weights[row * task.H + h]);
+        if (j < count) score += weight * positive(dot_row(q, k, task.D, task.wide));
+    }
+    if (j < count) task.scores[(int64_t)blockIdx.y * task.columns + j] = isnan(score) ? -INFINITY : score;
+}
+
+/* Tensor cores: 16 HEADS heads of up to D channels, keys without pages and lists. A warp has a query; a block of 8
+ * queries shares tiles of keys, [first, end) of the rows that one of them sees. */
+enum { TILE_KEYS = 64 };
+
+template <class E, int HEADS, int D> __global__ void __launch_bounds__(THREADS, 1) mma_scores(indexer_task<E> task) {
+    constexpr int STEPS = D / 16, TILE = TILE_KEYS * D * 2, BLOCKS = TILE_KEYS / 8;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ int64_t ranges[2][WARPS];
+    const uint32_t tiles = mt_shared_address(memory);
+    const int lane = (int)threadIdx.x % LANES, warp = (int)threadIdx.x / LANES, g = lane / 4;
+    const uint32_t place = mt_tile_chunk<8>(lane % 8, lane / 8); // of a lane's 16 bytes: see mt_tile_block
+    const int64_t i = (int64_t)blockIdx.x * WARPS + warp, t = task.query(i), row = t - task.first_row;
+    query_keys keys = {};
+    if (i < task.rows) keys = keys_of_query(task.spans, task.num_spans, t);
+    const bool needed = keys.count > task.least;
+    if (lane == 0) {
+        ranges[0][warp] = needed ? keys.span.k_start : INT64_MAX;
+        ranges[1][warp] = needed ? keys.span.k_start + keys.count : 0;
+    }
+    __syncthreads();
+    int64_t first = ranges[0][0], end = ranges[1][0];
+    for (int w = 1; w < WARPS; w++) first = min(first, ranges[0][w]), end = max(end, ranges[1][w]);
+    if (first >= end) return;
+
+    uint32_t q[HEADS][STEPS][4];
+    float weights[HEADS][2];
+#pragma unroll
+    for (int m = 0; m < HEADS; m++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int head = 16 * m + g + 8 * r;
+            bool exists = needed && head < task.H;
+            weights[m][r] = exists ? task.scale * mt_to_float(task.weights[row * task.H + head]) : 0;
+            const E *from = task.q + (row * task.H + head) * task.D;
+#pragma unroll
+            for (int s = 0; s < STEPS; s++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    int c = 16 * s + 8 * half + lane % 4 * 2;
+                    q[m][s][2 * half + r] = exists && c < task.D ? *(const uint32_t *)(from + c) : 0;
+                }
+        }
+    }
+    // From here on rows of keys count from the first one, in 32 bits: registers are scarce.
+    const int length = (int)(end - first), own = (int)(keys.span.k_start - first), count = needed ? (int)keys.count : 0;
+    const int row_of_thread = (int)threadIdx.x / (D / 8), chunk = (int)threadIdx.x % (D / 8);
+    const bool exists = chunk * 8 < task.D;
+    const E *from = task.k + (first + row_of_thread) * task.D + chunk * 8;
+    auto load = [&](int at) {
+        uint32_t to = tiles + (uint32_t)(at / TILE_KEYS % 2) * TILE;
+#pragma unroll
+        for (int r = 0; r < TILE_KEYS; r += THREADS / (D / 8))
+            mt_copy16_async(to + mt_tile_chunk<TILE_KEYS>(row_of_thread + r, chunk), from + (int64_t)(at + r) * task.D,
+                            exists && at + r + row_of_thread < length);
+    };
+    float *scores = task.scores + i * task.columns;
+    load(0);
+#pragma unroll 1
+    for (int at = 0; at < length; at += TILE_KEYS) {
+        mt_copies_wait();
+        __syncthreads();
+        if (at + TILE_KEYS < length) load(at + TILE_KEYS);
+        const int begin = at - own; // in the query's span
+        if (begin >= count || begin + TILE_KEYS <= 0) continue;
+        const uint32_t tile = tiles + (uint32_t)(at / TILE_KEYS % 2) * TILE;
+        float sums[BLOCKS][2];
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++) {
+            float c[HEADS][1][4];
+            clear(c);
+#pragma unroll
+            for (int s = 0; s < STEPS; s += 2) { // a load has 8 keys of 32 channels
+                uint32_t k[4];
+                mt_ldmatrix(k, mt_tile_block<TILE_KEYS>(tile, place, 8 * n, 16 * s));
+#pragma unroll
+                for (int m = 0; m < HEADS; m++) {
+                    mt_mma_of<E>(c[m][0], q[m][s], k[0], k[1]);
+                    mt_mma_of<E>(c[m][0], q[m][s + 1], k[2], k[3]);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                sums[n][e] = 0;
+#pragma unroll
+                for (int m = 0; m < HEADS; m++) {
+                    sums[n][e] += weights[m][0] * positive(c[m][0][e]);
+                    sums[n][e] += weights[m][1] * positive(c[m][0][2 + e]);
+                }
+            }
+        }
+        // The eight lanes of a column share its sum: each step halves the columns that a lane has. g's are block g.
+#pragma unroll
+        for (int step = 4; step > 0; step /= 2) {
+            bool upper = g & step;
+#pragma unroll
+            for (int n = 0; n < step; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float sent = upper ? sums[n][e] : sums[n + step][e];
+                    float kept = upper ? sums[n + step][e] : sums[n][e];
+                    sums[n][e] = kept + __shfl_xor_sync(all_lanes, sent, step * 4);
+                }
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int j = begin + col_of(g, e);
+            if (j >= 0 && j < count) scores[j] = isnan(sums[0][e]) ? -INFINITY : sums[0][e];
+        }
+    }
+    mt_copies_wait();
+}
+
+static int64_t longest_keys(const mt_indexer_args *a) {
+    int64_t longest = a->longest > 1 ? a->longest : 1;
+    for (int64_t s = 0; s < a->spans->count; s++)
+        if (a->spans->host[s].k_len > longest) longest = a->spans->host[s].k_len;
+    return longest;
+}
+
+/* True if queries of a span have successors in it: a step of generation has none, and its keys are far apart. */
+static bool has_rows(const mt_spans *spans) {
+    for (int64_t s = 0; s < spans->count; s++)
+        if (spans->host[s].q_len > 1) return true;
+    return false;
+}
+
+template <class E, int HEADS> static void launch_mma_scores(const indexer_task<E> &task, mt_stream *stream) {
+    unsigned blocks = (unsigned)mt_divide_up(task.rows, WARPS);
+    auto kernel = task.D <= 64 ? mma_scores<E, HEADS, 64> : mma_scores<E, HEADS, 128>;
+    int bytes = 2 * TILE_KEYS * (task.D <= 64 ? 64 : 128) * 2;
+    mt_cuda_take_shared(kernel, bytes);
+    kernel<<<blocks, THREADS, bytes, mt_cuda_stream(stream)>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+/* Enqueues the scores of the task's rows. `most`: of keys of a row. */
+template <class E>
+static void launch_scores(const indexer_task<E> &task, bool on_tensor_cores, int64_t most, mt_stream *stream) {
+    if constexpr (!std::is_same_v<E, float>)
+        if (on_tensor_cores) {
+            if (task.H <= 16) return launch_mma_scores<E, 1>(task, stream);
+            if (task.H <= 32) return launch_mma_scores<E, 2>(task, stream);
+            return launch_mma_scores<E, 4>(task, stream);
+        }
+    dim3 grid((unsigned)mt_divide_up(most, PLAIN), (unsigned)task.rows);
+    int64_t bytes = task.D * (int64_t)sizeof(float);
+    mt_cuda_take_shared(plain_scores<E>, bytes);
+    plain_scores<E><<<grid, PLAIN, (size_t)bytes, mt_cuda_stream(stream)>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- the choice of keys ------------------------------------------------------------------------------------------ */
+
+/* A score as a number with the same order; -0 is 0. */
+__device__ static uint32_t order_of(float score) {
+    uint32_t bits = __float_as_uint(score + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000;
+}
+
+enum { BINS = 2048, BINS_OF_THREAD = BINS / THREADS };
+
+struct select_memory {
+    int bins[BINS];
+    int parts[WARPS];
+    int bin, above, equal; // of the last search: the bin, the scores in higher ones, and those in it
+};
+
+/* The inclusive sum over this thread and those before it. All threads of the block call it. */
+__device__ static int scan_block(int x, select_memory &memory) {
+    int lane = (int)threadIdx.x % LANES, warp = (int)threadIdx.x / LANES;
+    for (int step = 1; step < LANES; step *= 2) {
+        int before = __shfl_up_sync(all_lanes, x, step);
+        if (lane >= step) x += before;
+    }
+    __syncthreads();
+    if (lane == LANES - 1) memory.parts[warp] = x;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) x += memory.parts[w];
+    return x;
+}
+
+/* Finds the bin of the `places`-th greatest of the scores that agree with `prefix` above the bits of `shift` and bins.
+ */
+__device__ static void find_bin(const float *scores, int64_t n, uint32_t prefix, int shift, int bits, int places,
+                                select_memory &memory) {
+    const uint32_t mask = (1u << bits) - 1, above = shift + bits == 32 ? 0 : ~0u << (shift + bits);
+    for (int b = (int)threadIdx.x; b < BINS; b += THREADS) memory.bins[b] = 0;
+    __syncthreads();
+    enum { EACH = 8 }; // loads in flight
+    for (int64_t base = threadIdx.x; base < n; base += THREADS * EACH) {
+        float loaded[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) loaded[i] = base + i * THREADS < n ? scores[base + i * THREADS] : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            uint32_t x = order_of(loaded[i]);
+            if (base + i * THREADS < n && (x & above) == prefix) atomicAdd(&memory.bins[x >> shift & mask], 1);
+        }
+    }
+    __syncthreads();
+    int last = BINS - 1 - BINS_OF_THREAD * (int)threadIdx.x, mine = 0; // a thread's bins, from the greatest
+    for (int b = 0; b < BINS_OF_THREAD; b++) mine += memory.bins[last - b];
+    int before = scan_block(mine, memory) - mine;
+    if (before < places && places <= before + mine)
+        for (int b = last;; b--) {
+            int in_bin = memory.bins[b];
+            if (before + in_bin >= places) {
+                memory.bin = b, memory.above = before, memory.equal = in_bin;
+                break;
+            }
+            before += in_bin;
+        }
+    __syncthreads();
+}
+
+/* selected[k] = ascending numbers of the scores above `bound` and of the first `places` equal to it. */
+__device__ static void write_selected(int32_t *selected, const float *scores, int64_t n, uint32_t bound, int places,
+                                      select_memory &memory) {
+    enum { EACH = 4 };
+    int above = 0, equal = 0; // before the tile
+    for (int64_t base = 0; base < n; base += THREADS * EACH) {
+        int64_t first = base + (int64_t)threadIdx.x * EACH;
+        uint32_t x[EACH];
+        int counts = 0; // above in the high half, equal in the low one
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            x[i] = first + i < n ? order_of(scores[first + i]) : 0;
+            counts += (x[i] > bound) << 16 | (first + i < n && x[i] == bound);
+        }
+        int end = scan_block(counts, memory), before = end - counts;
+        int a = above + (before >> 16), e = equal + (before & 0xffff);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            bool is_above = x[i] > bound, is_equal = first + i < n && x[i] == bound;
+            if (is_above || (is_equal && e < places)) selected[a + min(e, places)] = (int32_t)(first + i);
+            a += is_above, e += is_equal;
+        }
+        __syncthreads(); // parts[] is complete until all threads have read it
+        if (threadIdx.x == THREADS - 1) memory.above = a, memory.equal = e;
+        __syncthreads();
+        above = memory.above, equal = memory.equal;
+    }
+}
+
+/* A score and its key. */
+struct scored_key {
+    float score;
+    int32_t key;
+};
+
+__device__ static void swap_keys(scored_key *x, int64_t i, int64_t j) {
+    scored_key other = x[i];
+    x[i] = x[j], x[j] = other;
+}
+
+/* One thread moves the k greatest of x[n] to the front as torch.topk does: see mt_select_as_torch of megatron.c. */
+__device__ static void move_greatest_as_torch(scored_key *x, int64_t n, int64_t k) {
+    int64_t first = 0, last = n;
+    while (last - first > 3) {
+        int64_t a = first + 1, b = first + (last - first) / 2, c = last - 1, i = first + 1, j = last;
+        float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
+        swap_keys(x, first,
+                  of_a > of_b   ? (of_b > of_c   ? b
+                                   : of_a > of_c ? c
+                                                 : a)
+                  : of_a > of_c ? a
+                  : of_b > of_c ? c
+                                : b);
+        float pivot = x[first].score;
+        for (;; i++) {
+            while (x[i].score > pivot) i++;
+            do j--;
+            while (pivot > x[j].score);
+            if (i >= j) break;
+            swap_keys(x, i, j);
+        }
+        if (i <= k - 1)
+            first = i;
+        else
+            last = i;
+    }
+    for (int64_t i = first + 1; i < last; i++)
+        for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
+}
+
+enum { TIED = -2 }; // selected[0] of a row that select_ties selects
+
+/* A block selects the keys of a row. Of equal scores the first are selected, or with as_torch select_ties does it. */
+template <class E>
+__global__ void __launch_bounds__(THREADS)
+    select_keys(const indexer_task<E> task, int32_t *selected_rows, bool as_torch) {
+    __shared__ select_memory memory;
+    const int64_t k = task.topk, i = blockIdx.x, t = task.query(i);
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int32_t *selected = selected_rows + (t - task.first_row) * k;
+    const float *scores = task.scores + i * task.columns;
+    if (keys.count <= k) { // all
+        for (int64_t j = threadIdx.x; j < k; j += THREADS) selected[j] = j < keys.count ? (int32_t)j : -1;
+        return;
+    }
+    int places = (int)k;
+    uint32_t bound = 0;
+    const int shifts[3] = {21, 10, 0}, bits[3] = {11, 11, 10};
+    for (int pass = 0; pass < 3; pass++) {
+        find_bin(scores, keys.count, bound, shifts[pass], bits[pass], places, memory);
+        bound |= (uint32_t)memory.bin << shifts[pass], places -= memory.above;
+        __syncthreads();
+    }
+    if (as_torch && memory.equal > places && task.length(keys) < 64 * k) {
+        if (threadIdx.x == 0) selected[0] = TIED;
+        return;
+    }
+    write_selected(selected, scores, keys.count, bound, places, memory);
+}
+
+/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, columns]. */
+template <class E>
+__global__ void __launch_bounds__(THREADS)
+    select_ties(const indexer_task<E> task, int32_t *selected_rows, scored_key *ties) {
+    __shared__ select_memory memory;
+    const int64_t k = task.topk;
+    scored_key *x = ties + (int64_t)blockIdx.x * task.columns;
+    for (int64_t i = blockIdx.x; i < task.rows; i += gridDim.x) {
+        int64_t t = task.query(i);
+        int32_t *selected = selected_rows + (t - task.first_row) * k;
+        float *scores = task.scores + i * task.columns;
+        if (selected[0] != TIED) continue;
+        query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+        const int64_t n = task.length(keys);
+        for (int64_t j = threadIdx.x; j < n; j += THREADS) x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
+        __syncthreads(); // all threads have read selected[0]
+        if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
+        for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
+        __syncthreads();
+        for (int64_t j = threadIdx.x; j < k; j += THREADS) scores[x[j].key] = 1;
+        __syncthreads();
+        write_selected(selected, scores, n, order_of(0.5f), 0, memory);
+        __syncthreads();
+    }
+}
+
+template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stream *stream) {
+    int64_t longest = longest_keys(a), columns = mt_cuda_score_columns(longest), of_row = columns * 4;
+    bool torch = a->ties == MT_TIES_TORCH;
+    int64_t rows = a->rows < MT_CUDA_INDEXER_ROWS ? a->rows : MT_CUDA_INDEXER_ROWS, blocks = rows;
+    if (blocks > MT_CUDA_INDEXER_BLOCKS) blocks = MT_CUDA_INDEXER_BLOCKS;
+    while (rows > 1 && (rows + 2 * blocks) * of_row > stream->workspace_bytes) {
+        rows = mt_divide_up(rows, 2);
+        if (blocks > rows) blocks = rows;
+    }
+    float *scores = (float *)mt_cuda_workspace(stream, (rows + (torch ? 2 * blocks : 0)) * of_row);
+    scored_key *ties = torch ? (scored_key *)(scores + rows * columns) : NULL;
+    indexer_task<E> task = task_of<E>(a);
+    task.scores = scores, task.columns = columns, task.least = a->topk;
+    bool on_tensor_cores = has_rows(a->spans) && !a->pages.table && a->H <= 64 && a->D <= 128 && a->D % 8 == 0 &&
+                           task.wide && (uintptr_t)a->q % 4 == 0;
+    for (int64_t row = 0; row < a->rows; row += rows) {
+        task.first = a->first_row + row, task.rows = a->rows - row < rows ? a->rows - row : rows;
+        if (longest > a->topk) launch_scores(task, on_tensor_cores, longest, stream);
+        select_keys<E><<<(unsigned)task.rows, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, torch);
+        MT_CUDA_LAUNCHED();
+        if (!torch || longest <= a->topk) continue;
+        unsigned grid = (unsigned)(task.rows < blocks ? task.rows : blocks);
+        select_ties<E><<<grid, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, ties);
+        MT_CUDA_LAUNCHED();
+    }
+}
+
+extern "C" void mt_cuda_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->rows > 0) MT_CUDA_DISPATCH(dtype, indexer_forward, a, stream);
+}
+
+/* ---- the loss ---------------------------------------------------------------------------------------------------- */
+
+/* The loss of a query and whether it counts. */
+struct query_loss {
+    double loss;
+    double count;
+};
+
+/* slopes = coeff (softmax of scores - target) and the loss of a query, a block each; the scores are in task.scores. */
+template <class E>
+__global__ void __launch_bounds__(THREADS)
+    divergences(const indexer_task<E> task, const float *shares, float *slopes, query_loss *losses,
+                const int64_t *token_index, int64_t width, float coeff) {
+    __shared__ float float_parts[WARPS];
+    __shared__ double parts[WARPS];
+    int64_t t = task.query(blockIdx.x);
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int64_t count = task.count(keys);
+    const float *scores = task.scores + (int64_t)blockIdx.x * task.columns;
+    shares += (int64_t)blockIdx.x * width, slopes += (int64_t)blockIdx.x * width;
+    if (mt_is_padding(token_index, t)) count = 0;
+    for (int64_t j = count + threadIdx.x; j < width; j += THREADS) slopes[j] = 0;
+    if (threadIdx.x == 0) losses[blockIdx.x] = {0, count > 0 ? 1.0 : 0.0};
+    if (count == 0) return;
+    float largest = -INFINITY;
+    for (int64_t j = threadIdx.x; j < count; j += THREADS) largest = fmaxf(largest, scores[j]);
+    largest = max_over_block(largest, float_parts);
+    double total = 0, sum = 0, loss = 0;
+    for (int64_t j = threadIdx.x; j < count; j += THREADS)
+        total += (double)shares[j], sum += (double)expf(scores[j] - largest);
+    total = sum_over_block(total, parts), sum = sum_over_block(sum, parts);
+    float log_sum = logf((float)sum), inverse = total > 0 ? (float)(1 / total) : 0;
+    for (int64_t j = threadIdx.x; j < count; j += THREADS) {
+        float target = shares[j] * inverse, log_share = scores[j] - largest - log_sum;
+        if (target > 0) loss += (double)(target * (logf(target) - log_share));
+        slopes[j] = coeff * (expf(log_share) - target);
+    }
+    loss = sum_over_block(loss, parts);
+    if (threadIdx.x == 0) losses[blockIdx.x].loss = loss;
+}
+
+/* sums[2] += the losses of the block, in order. */
+__global__ void add_losses(double *sums, const query_loss *losses, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++) sums[0] += losses[i].loss, sums[1] += losses[i].count;
+}
+
+/* dq and dweights of a head of a query: a block. */
+template <class E>
+__global__ void __launch_bounds__(PLAIN)
+    loss_of_queries(const indexer_task<E> task, const float *slopes, int64_t width, E *dq, E *dweights) {
+    extern __shared__ float q[]; // [2, D]
+    __shared__ float factors[PLAIN], parts[PLAIN / LANES];
+    __shared__ int64_t rows[PLAIN];
+    const int D = task.D, h = (int)blockIdx.x;
+    float *sums = q + D;
+    int64_t t = task.query(blockIdx.y), row = t - task.first_row;
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int64_t count = task.count(keys);
+    const E *from = task.q + (row * task.H + h) * D;
+    for (int c = (int)threadIdx.x; c < D; c += PLAIN) q[c] = mt_to_float(from[c]), sums[c] = 0;
+    float dweight = 0, weight = task.scale * mt_to_float(task.weights[row * task.H + h]);
+    slopes += (int64_t)blockIdx.y * width;
+    for (int64_t base = 0; base < count; base += PLAIN) {
+        int64_t j = base + threadIdx.x, left = count - base;
+        __syncthreads();
+        factors[threadIdx.x] = 0, rows[threadIdx.x] = 0;
+        if (j < count && slopes[j] != 0) {
+            int64_t key = task.key_row(keys, t, j);
+            float product = dot_row(q, task.k + key * D, D, task.wide);
+            rows[threadIdx.x] = key;
+            if (product > 0) factors[threadIdx.x] = weight * slopes[j], dweight += task.scale * slopes[j] * product;
+        }
+        __syncthreads();
+        int end = left < PLAIN ? (int)left : (int)PLAIN;
+        for (int c = (int)threadIdx.x; c < D; c += PLAIN) {
+            float sum = sums[c];
+            for (int n = 0; n < end; n++) sum += factors[n] * mt_to_float(task.k[rows[n] * D + c]);
+            sums[c] = sum;
+        }
+    }
+    dweight = sum_over_block(dweight, parts);
+    for (int c = (int)threadIdx.x; c < D; c += PLAIN) dq[(row * task.H + h) * D + c] = mt_from_float<E>(sums[c]);
+    if (threadIdx.x == 0) dweights[row * task.H + h] = mt_from_float<E>(dweight);
+}
+
+/* Number of the list's entry `key`; -1: none. */
+__device__ static int64_t find_key(const int32_t *listed, int64_t count, int64_t key) {
+    int64_t first = 0, end = count;
+    while (first < end) {
+        int64_t middle = (first + end) / 2;
+        if (listed[middle] < key)
+            first = middle + 1;
+        else
+            end = middle;
+    }
+    return first < count && listed[first] == key ? first : -1;
+}
+
+/* dk of a key row += that of the queries of a block of the loss: a block of threads for each key row. */
+template <class E>
+__global__ void __launch_bounds__(PLAIN)
+    loss_of_keys(const indexer_task<E> task, const float *slopes, int64_t width, float *dk) {
+    extern __shared__ float q[]; // [2, D]: the key, and sums
+    __shared__ float of_query[MT_CUDA_LOSS_ROWS], factors[PLAIN];
+    const int D = task.D, H = task.H, warp = (int)threadIdx.x / LANES;
+    float *k = q, *sums = q + D;
+    const int64_t key = blockIdx.x;
+    for (int64_t i = warp; i < task.rows; i += PLAIN / LANES) {
+        int64_t t = task.query(i);
+        query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+        int64_t j = key - keys.span.k_start;
+        if (j < 0 || j >= keys.count)
+            j = -1;
+        else if (task.listed)
+            j = find_key(task.listed + (t - task.first_row) * task.topk, task.count(keys), j);
+        if (threadIdx.x % LANES == 0) of_query[i] = j < 0 ? 0 : slopes[i * width + j];
+    }
+    for (int c = (int)threadIdx.x; c < D; c += PLAIN) k[c] = mt_to_float(task.k[key * D + c]), sums[c] = 0;
+    __syncthreads();
+    bool any = false;
+    for (int64_t i = 0; i < task.rows; i++) {
+        float slope = of_query[i];
+        if (slope == 0) continue;
+        any = true;
+        const E *heads = task.q + (task.query(i) - task.first_row) * H * D;
+        const E *weights = task.weights + (task.query(i) - task.first_row) * H;
+        for (int base = 0; base < H; base += PLAIN) {
+            int h = base + (int)threadIdx.x, end = min(H - base, (int)PLAIN);
+            __syncthreads();
+            if (h < H)
+                factors[threadIdx.x] = dot_row(k, heads + (int64_t)h * D, D, task.wide) > 0
+                                           ? task.scale * mt_to_float(weights[h]) * slope
+                                           : 0;
+            __syncthreads();
+            for (int c = (int)threadIdx.x; c < D; c += PLAIN) {
+                float sum = sums[c];
+                for (int n = 0; n < end; n++) sum += factors[n] * mt_to_float(heads[(int64_t)(base + n) * D + c]);
+                sums[c] = sum;
+            }
+        }
+    }
+    if (any)
+        for (int c = (int)threadIdx.x; c < D; c += PLAIN) dk[key * D + c] += sums[c];
+}
+
+template <class E> static void indexer_backward(const mt_indexer_args *a, mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
+    int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows, key_rows = 0;
+    if (end > a->first_row + a->rows) end = a->first_row + a->rows;
+    MT_CHECK(a->block_rows <= MT_CUDA_LOSS_ROWS);
+    if (begin >= end) return;
+    for (int64_t n = 0; n < a->spans->count; n++) {
+        int64_t last = a->spans->host[n].k_start + a->spans->host[n].k_len;
+        if (last > key_rows) key_rows = last;
+    }
+    indexer_task<E> task = task_of<E>(a);
+    task.wide = task.wide && rows_are_wide<E>(a->q, a->D, a->D);
+    task.first = begin, task.rows = end - begin, task.least = 0, task.columns = mt_cuda_score_columns(a->width);
+    task.listed = a->all_keys ? NULL : a->selected;
+    char *memory = (char *)mt_cuda_workspace(stream, MT_CUDA_LOSS_ROWS * (task.columns * 4 + 16));
+    query_loss *losses = (query_loss *)memory;
+    task.scores = (float *)(memory + MT_CUDA_LOSS_ROWS * 16);
+    const float *shares = a->shares + (begin - a->block) * a->width;
+    float *slopes = a->slopes + (begin - a->block) * a->width;
+    bool on_tensor_cores = a->all_keys && has_rows(a->spans) && a->H <= 64 && a->D <= 128 && task.wide;
+    launch_scores(task, on_tensor_cores, a->width, stream);
+    divergences<E>
+        <<<(unsigned)task.rows, THREADS, 0, s>>>(task, shares, slopes, losses, a->token_index, a->width, a->coeff);
+    MT_CUDA_LAUNCHED();
+    add_losses<<<1, 1, 0, s>>>(a->sums, losses, task.rows);
+    MT_CUDA_LAUNCHED();
+    int64_t bytes = 2 * a->D * (int64_t)sizeof(float);
+    mt_cuda_take_shared(loss_of_queries<E>, bytes);
+    mt_cuda_take_shared(loss_of_keys<E>, bytes);
+    loss_of_queries<E><<<dim3((unsigned)a->H, (unsigned)task.rows), PLAIN, (size_t)bytes, s>>>(
+        task, slopes, a->width, (E *)a->dq, (E *)a->dweights);
+    MT_CUDA_LAUNCHED();
+    loss_of_keys<E><<<(unsigned)key_rows, PLAIN, (size_t)bytes, s>>>(task, slopes, a->width, a->dk);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_indexer_backward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->spans->count > 0) MT_CUDA_DISPATCH(dtype, indexer_backward, a, stream);
+}
+
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+
+/* The bits of a query row, a block each; see mt_selection. */
+__global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_t words, const int32_t *selected,
+                                                          int64_t topk, const mt_span *spans, int64_t num_spans) {
+    int64_t t = blockIdx.x;
+    query_keys keys = keys_of_query(spans, num_spans, t);
+    uint32_t *row = bits + t * 2 * words;
+    if (keys.count == 0) return; // a query without keys
+    for (int64_t w = threadIdx.x; w < 2 * words; w += THREADS) row[w] = 0;
+    __syncthreads();
+    int64_t count = min(keys.count, topk);
+    for (int64_t n = threadIdx.x; n < count; n += THREADS) {
+        int32_t j = selected[t * topk + n];
+        atomicOr(row + j / 32, 1u << j % 32);
+    }
+}
+
+/* Enqueues the bits of all query rows. */
+static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stream) {
+    const mt_spans *spans = &a->attention.spans;
+    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    int64_t rows = 0, longest = 1;
+    for (int64_t s = 0; s < spans->count; s++) {
+        if (spans->host[s].q_start + spans->host[s].q_len > rows) rows = spans->host[s].q_start + spans->host[s].q_len;
+        if (spans->host[s].k_len > longest) longest = spans->host[s].k_len;
+    }
+    selection.words = mt_cuda_selection_words(longest);
+    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, rows * selection.words * 8);
+    selection.bits = (const uint64_t *)bits;
+    selection_bits<<<(unsigned)rows, THREADS, 0, mt_cuda_stream(stream)>>>(bits, selection.words, a->selected, a->topk,
+                                                                           spans->device, spans->count);
+    MT_CUDA_LAUNCHED();
+    return selection;
+}
+
+extern "C" void mt_cuda_sparse_attention_forward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    if (call->spans.count == 0) return;
+    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    if (dtype != MT_F32 && has_rows(&call->spans) && call->dropout.p <= 0) {
+        selection = make_selection(a, stream);
+        if (mt_selected_mma_forward(call, &selection, dtype, stream)) return;
+    }
+    mt_selected_naive_forward(call, &selection, dtype, stream);
+}
+
+extern "C" void mt_cuda_sparse_attention_backward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    if (call->spans.count == 0) return;
+    mt_selection selection = make_selection(a, stream);
+    if (!mt_selected_mma_backward(call, &selection, dtype, stream))
+        mt_selected_naive_backward(call, &selection, dtype, stream);
+}
+
+/* ---- the target of the loss -------------------------------------------------------------------------------------- */
+
+template <class E> struct shares_task {
+    const E *q, *k;
+    const mt_span *spans;
+    int64_t num_spans, q_stride, k_stride;
+    const int32_t *listed; // [Tq, topk] or NULL
+    int64_t topk, first, width;
+    int H, heads, D; // heads: of a group
+    float scale;
+    bool wide;
+    float *lse; // [block_rows, H]
+    float *shares;
+
+    __device__ int64_t count(const query_keys &keys) const {
+        return listed ? min(keys.count, topk) : keys.count;
+    }
+    __device__ const E *key(const query_keys &keys, int64_t t, int64_t j, int h) const {
+        int64_t row = keys.span.k_start + (listed ? listed[t * topk + j] : j);
+        return k + row * k_stride + (int64_t)(h / heads) * D;
+    }
+    __device__ void load_query(float *to, int64_t t, int h) const {
+        const E *from = q + t * q_stride + (int64_t)h * D;
+        for (int c = (int)threadIdx.x; c < D; c += (int)blockDim.x) to[c] = mt_to_float(from[c]);
+    }
+};
+
+/* The log of the sum of exponentials of a head of a query: a block. */
+template <class E> __global__ void __launch_bounds__(PLAIN) shares_lse(const shares_task<E> task) {
+    extern __shared__ float q[];
+    __shared__ float parts[PLAIN / LANES];
+    int h = (int)blockIdx.x;
+    int64_t t = task.first + blockIdx.y;
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int64_t count = task.count(keys);
+    task.load_query(q, t, h);
+    __syncthreads();
+    float largest = -INFINITY, sum = 0;
+    for (int64_t j = threadIdx.x; j < count; j += PLAIN) {
+        float logit = task.scale * dot_row(q, task.key(keys, t, j, h), task.D, task.wide);
+        float higher = mt_maximum(largest, logit);
+        sum = (largest == -INFINITY ? 0 : sum * expf(largest - higher)) + expf(logit - higher), largest = higher;
+    }
+    float all = max_over_block(largest, parts);
+    sum = sum_over_block(largest == -INFINITY ? 0 : sum * expf(largest - all), parts);
+    if (threadIdx.x == 0) task.lse[(int64_t)blockIdx.y * task.H + h] = count > 0 ? all + logf(sum) : -INFINITY;
+}
+
+/* The sums over heads: a thread for each key of a query. */
+template <class E> __global__ void __launch_bounds__(PLAIN) shares_sum(const shares_task<E> task) {
+    extern __shared__ float q[];
+    int64_t t = task.first + blockIdx.y, j = (int64_t)blockIdx.x * PLAIN + threadIdx.x;
+    query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    int64_t count = task.count(keys);
+    float sum = 0;
+    if ((int64_t)blockIdx.x * PLAIN < count)
+        for (int h = 0; h < task.H; h++) {
+            __syncthreads();
+            task.load_query(q, t, h);
+            __syncthreads();
+            if (j >= count) continue;
+            float logit = task.scale * dot_row(q, task.key(keys, t, j, h), task.D, task.wide);
+            sum += expf(logit - task.lse[(int64_t)blockIdx.y * task.H + h]);
+        }
+    if (j < task.width) task.shares[(int64_t)blockIdx.y * task.width + j] = sum;
+}
+
+template <class E> static void shares(const mt_sparse_attention *a, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    cudaStream_t s = mt_cuda_stream(stream);
+    shares_task<E> task = {};
+    task.q = (const E *)call->q, task.k = (const E *)call->k;
+    task.spans = call->spans.device, task.num_spans = call->spans.count;
+    task.q_stride = call->q_stride, task.k_stride = call->k_stride;
+    task.listed = a->all_keys ? NULL : a->selected;
+    task.topk = a->topk, task.first = a->block, task.width = a->width;
+    task.H = (int)call->num_heads, task.heads = (int)(call->num_heads / call->num_groups);
+    task.D = (int)call->head_size, task.scale = call->scale, task.shares = a->shares;
+    task.wide = rows_are_wide<E>(call->k, call->k_stride, call->head_size);
+    task.lse = (float *)mt_cuda_workspace(stream, a->block_rows * call->num_heads * (int64_t)sizeof(float));
+    int64_t bytes = call->head_size * (int64_t)sizeof(float);
+    shares_lse<E><<<dim3((unsigned)task.H, (unsigned)a->block_rows), PLAIN, (size_t)bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+    dim3 grid((unsigned)mt_divide_up(a->width, PLAIN), (unsigned)a->block_rows);
+    shares_sum<E><<<grid, PLAIN, (size_t)bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_sparse_attention_shares(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->block_rows > 0) MT_CUDA_DISPATCH(dtype, shares, a, stream);
+}

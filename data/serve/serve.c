@@ -1,0 +1,628 @@
+/* serve.c: a model behind HTTP: the routes, the queue, and the loop of steps. */
+#include "serve.h"
+
+#include "../base/signals.h"
+#include "../models/special_tokens.h"
+#include "../options/option_rules.h"
+#include "../options/option_table.h"
+#include "../report/report.h"
+#include "../tokens/tokenizer_encode.h"
+#include "../tokens/tokenizer_vocab.h"
+#include "job.h"
+#include "counters.h"
+
+#include <arpa/inet.h>
+#include <ctype.h>
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum {
+    MAX_CHOICES = 128,      // of a request
+    CONTEXT = 8192,         // where no --inference-max-seq-length is given
+    CACHE_TOKENS = 65536,   // where no --kv-cache-tokens is given
+    VIEWED_BYTES = 1 << 25, // of logits of prompts in a step, for scores
+    MAX_KEY_BYTES = 4096,
+    SECONDS_TO_READ = 30,       // for a request to arrive
+    WAIT_NANOSECONDS = 50000000 // until signals and clients are looked at again
+};
+
+typedef enum phase { LOADING, SERVING, ENDING } phase;
+
+typedef struct server {
+    mt_inference *run;
+    mt_http *http;
+    mt_counters *counters;
+    mt_service service;
+    int32_t turn_end; // ends a response to a conversation; -1: none
+    char *address, *key;
+    int64_t created;
+    mt_engine *engine;
+    mt_job **running; // jobs whose choices the engine has
+    int64_t num_running, running_capacity;
+    int64_t max_sequences;
+    double heard_at; // when the other ranks last heard from this one
+    /* shared with the threads of HTTP, under the lock */
+    pthread_mutex_t lock, chat_lock;
+    pthread_cond_t arrival;
+    phase phase;
+    mt_job *first, *last; // the queue
+    int64_t num_waiting, num_jobs;
+} server;
+
+/* ---- the queue */
+
+/* Adds a job; or refuses it. */
+static int enqueue(server *s, mt_exchange *exchange, mt_request *request, mt_refusal *refusal) {
+    int status = 0;
+    pthread_mutex_lock(&s->lock);
+    if (s->phase == ENDING) {
+        status = mt_refuse(refusal, 503, NULL, "the server is ending; ask another one");
+    } else if (s->num_waiting >= s->run->options.serve_queue) {
+        status =
+            mt_refuse(refusal, 429, NULL, "%lld requests wait already; try again later", (long long)s->num_waiting);
+    } else {
+        if (!request->has_seed) request->sampling.seed += (uint64_t)s->num_jobs;
+        mt_job *job = mt_job_open(exchange, request, &s->service, s->num_jobs++);
+        if (s->last)
+            s->last->next = job;
+        else
+            s->first = job;
+        s->last = job, s->num_waiting++;
+        pthread_cond_signal(&s->arrival);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return status;
+}
+
+/* Takes out the first job that `wanted` chooses; under the lock. */
+static mt_job *dequeue(server *s, bool (*wanted)(const server *s, const mt_job *job)) {
+    mt_job *before = NULL;
+    for (mt_job *job = s->first; job; before = job, job = job->next) {
+        if (!wanted(s, job)) continue;
+        if (before)
+            before->next = job->next;
+        else
+            s->first = job->next;
+        if (s->last == job) s->last = before;
+        job->next = NULL, s->num_waiting--;
+        return job;
+    }
+    return NULL;
+}
+
+/* ---- answers of the threads of HTTP */
+
+static int answer_json(mt_exchange *x, json_t *root) {
+    char *text = json_dumps(root, JSON_COMPACT | JSON_REAL_PRECISION(9));
+    json_decref(root);
+    mt_exchange_answer(x, 200, "application/json", text, (int64_t)strlen(text));
+    free(text);
+    return 200;
+}
+
+static int answer_refusal(mt_exchange *x, const mt_refusal *refusal) {
+    mt_exchange_refuse(x, refusal->status, refusal->error.text, refusal->parameter);
+    return refusal->status;
+}
+
+/* A route answers and returns the status of HTTP; 0: the answer is a job's. */
+typedef int route_function(server *s, mt_exchange *x);
+
+static int get_health(server *s, mt_exchange *x) {
+    pthread_mutex_lock(&s->lock);
+    phase phase = s->phase;
+    pthread_mutex_unlock(&s->lock);
+    if (phase == SERVING) return answer_json(x, json_pack("{s:s}", "status", "ok"));
+    mt_exchange_refuse(x, 503, phase == LOADING ? "the model is being loaded" : "the server is ending", NULL);
+    return 503;
+}
+
+static json_t *model_json(const server *s) {
+    json_t *model = json_object();
+    mt_json_set_string(model, "id", s->service.name);
+    mt_json_set_string(model, "object", "model");
+    mt_json_set_int(model, "created", s->created);
+    mt_json_set_string(model, "owned_by", "megatron.c");
+    mt_json_set_int(model, "max_model_len", s->service.context);
+    return model;
+}
+
+static int get_models(server *s, mt_exchange *x) {
+    json_t *list = json_array(), *root = json_object();
+    json_array_append_new(list, model_json(s));
+    mt_json_set_string(root, "object", "list");
+    json_object_set_new(root, "data", list);
+    return answer_json(x, root);
+}
+
+static int get_model(server *s, mt_exchange *x) {
+    if (strcmp(mt_exchange_path(x) + strlen("/v1/models/"), s->service.name) == 0) return answer_json(x, model_json(s));
+    mt_exchange_refuse(x, 404, "this model is not served here; /v1/models lists what is", "model");
+    return 404;
+}
+
+static int get_metrics(server *s, mt_exchange *x) {
+    mt_text text = {0};
+    mt_counters_print(s->counters, &text);
+    mt_exchange_answer(x, 200, "text/plain; version=0.0.4", text.data, text.bytes);
+    free(text.data);
+    return 200;
+}
+
+static const char page[] =
+#if __has_include("data/serve/page_text.h") // page.html: make writes it into its build folder
+#include "data/serve/page_text.h"
+#else
+    "This build has no page; build it with make.\n"
+#endif
+    ;
+
+static int get_page(server *s, mt_exchange *x) {
+    (void)s;
+    mt_exchange_answer(x, 200, "text/html; charset=utf-8", page, sizeof page - 1);
+    return 200;
+}
+
+static int post_request(server *s, mt_exchange *x, bool is_chat) {
+    mt_refusal refusal;
+    mt_request request;
+    int64_t bytes;
+    const char *body = mt_exchange_body(x, &bytes);
+    int status = mt_request_read(&request, is_chat, body, bytes, &s->service, &refusal);
+    if (status == 0) status = enqueue(s, x, &request, &refusal);
+    if (status == 0) return 0;
+    mt_request_free(&request);
+    return answer_refusal(x, &refusal);
+}
+
+static int post_completion(server *s, mt_exchange *x) {
+    return post_request(s, x, false);
+}
+
+static int post_chat(server *s, mt_exchange *x) {
+    return post_request(s, x, true);
+}
+
+static int post_tokenize(server *s, mt_exchange *x) {
+    mt_refusal refusal;
+    mt_ids ids = {0};
+    int64_t bytes;
+    const char *body = mt_exchange_body(x, &bytes);
+    int status = mt_request_read_tokenize(&ids, body, bytes, &s->service, &refusal);
+    if (status != 0) {
+        free(ids.data);
+        return answer_refusal(x, &refusal);
+    }
+    json_t *root = json_object(), *tokens = json_array();
+    for (int64_t i = 0; i < ids.count; i++) json_array_append_new(tokens, json_integer(ids.data[i]));
+    mt_json_set_int(root, "count", ids.count);
+    mt_json_set_int(root, "max_model_len", s->service.context);
+    json_object_set_new(root, "tokens", tokens);
+    free(ids.data);
+    return answer_json(x, root);
+}
+
+static const struct {
+    const char *method, *path;
+    bool is_open;  // needs no key
+    bool is_early; // answers while the model is loaded
+    route_function *answer;
+} routes[] = {{"GET", "/", true, true, get_page},
+              {"GET", "/health", true, true, get_health},
+              {"GET", "/metrics", false, true, get_metrics},
+              {"GET", "/v1/models", false, false, get_models},
+              {"GET", "/v1/models/", false, false, get_model}, // with a name behind it
+              {"POST", "/v1/completions", false, false, post_completion},
+              {"POST", "/v1/chat/completions", false, false, post_chat},
+              {"POST", "/tokenize", false, false, post_tokenize}};
+enum { NUM_ROUTES = sizeof routes / sizeof *routes };
+
+static bool path_is(const char *path, const char *route) {
+    size_t bytes = strlen(route);
+    bool is_beginning = bytes > 1 && route[bytes - 1] == '/';
+    return is_beginning ? strncmp(path, route, bytes) == 0 && path[bytes] : strcmp(path, route) == 0;
+}
+
+/* The route of a path. -1: the path is unknown; -2: it has other methods. */
+static int find_route(const char *method, const char *path) {
+    int found = -1;
+    for (int i = 0; i < NUM_ROUTES; i++) {
+        if (!path_is(path, routes[i].path)) continue;
+        if (strcmp(method, routes[i].method) == 0) return i;
+        if (strcmp(method, "HEAD") == 0 && strcmp(routes[i].method, "GET") == 0) return i;
+        found = -2;
+    }
+    return found;
+}
+
+static bool path_is_open(const char *path) {
+    for (int i = 0; i < NUM_ROUTES; i++)
+        if (path_is(path, routes[i].path)) return routes[i].is_open;
+    return false;
+}
+
+/* The receiver of all requests. */
+static void receive(void *context, mt_exchange *x) {
+    server *s = context;
+    int route = find_route(mt_exchange_method(x), mt_exchange_path(x)), status;
+    pthread_mutex_lock(&s->lock);
+    bool loading = s->phase == LOADING;
+    pthread_mutex_unlock(&s->lock);
+    if (route == -1) {
+        mt_exchange_refuse(x, status = 404, "there is nothing at this path; /v1/completions continues texts", NULL);
+    } else if (route == -2) {
+        mt_exchange_refuse(x, status = 405, "this path is not for this method; GET reads, POST asks", NULL);
+    } else if (loading && !routes[route].is_early) {
+        mt_exchange_refuse(x, status = 503, "the model is being loaded", NULL);
+    } else {
+        status = routes[route].answer(s, x);
+    }
+    if (status == 0) return; // the job releases it
+    mt_counters_request(s->counters, route < 0 ? "none" : routes[route].path, status);
+    mt_exchange_release(x);
+}
+
+/* ---- the loop */
+
+static const char *endpoint_of(const mt_job *job) {
+    return job->request.is_chat ? "/v1/chat/completions" : "/v1/completions";
+}
+
+static void end_job(server *s, mt_job *job, int status) {
+    double now = mt_time();
+    mt_counters_request(s->counters, endpoint_of(job), status);
+    mt_counters_tokens(s->counters, job->prompt_tokens, job->new_tokens);
+    mt_counters_time(s->counters, MT_LATENCY_REQUEST, now - job->arrived);
+    mt_job_close(job);
+}
+
+static bool is_late(const server *s, const mt_job *job) {
+    int64_t seconds = s->run->options.serve_timeout;
+    return seconds > 0 && mt_time() - job->arrived > (double)seconds;
+}
+
+static bool is_lost(const server *s, const mt_job *job) {
+    return is_late(s, job) || mt_exchange_is_gone(job->exchange);
+}
+
+/* Ends a job that nobody waits for, or that took too long; its choices are no longer in the engine. */
+static void end_lost(server *s, mt_job *job) {
+    bool gone = mt_exchange_is_gone(job->exchange);
+    char message[200];
+    snprintf(message, sizeof message, "the request took longer than the %lld seconds of --serve-timeout; ask for less",
+             (long long)s->run->options.serve_timeout);
+    if (!gone) mt_job_fail(job, 504, message);
+    end_job(s, job, gone ? 499 : 504);
+}
+
+/* True if the batch has room for a job, or is empty. */
+static bool has_room(const server *s, const mt_job *job) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < s->num_running; i++) count += s->running[i]->num_choices - s->running[i]->num_finished;
+    return job == s->first && (count == 0 || count + job->num_choices <= s->max_sequences);
+}
+
+/* Takes jobs from the queue into the batch, in their order; drops lost ones. */
+static void admit(server *s) {
+    for (;;) {
+        pthread_mutex_lock(&s->lock);
+        mt_job *lost = dequeue(s, is_lost), *job = lost ? NULL : dequeue(s, has_room);
+        pthread_mutex_unlock(&s->lock);
+        if (lost) {
+            end_lost(s, lost);
+        } else if (job) {
+            if (s->num_running == s->running_capacity) {
+                s->running_capacity = mt_max(16, 2 * s->running_capacity);
+                s->running = mt_realloc(s->running, s->running_capacity * (int64_t)sizeof(mt_job *));
+            }
+            s->running[s->num_running++] = job;
+            mt_job_begin(job, s->engine);
+            mt_counters_time(s->counters, MT_LATENCY_QUEUE, job->began - job->arrived);
+        } else {
+            return;
+        }
+    }
+}
+
+/* Ends the choices of a job in the engine. */
+static void leave_engine(const server *s, const mt_job *job) {
+    int64_t count;
+    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_choice *choice = mt_engine_owner(s->engine, i);
+        if (choice && choice->job == job && sequences[i].finish == MT_UNFINISHED) mt_engine_end(s->engine, i);
+    }
+}
+
+/* Gives the new tokens of a step to the jobs, and their answers to the clients. */
+static void deliver(server *s) {
+    int64_t count;
+    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
+    for (int64_t i = 0; i < count; i++) {
+        mt_choice *choice = mt_engine_owner(s->engine, i);
+        if (!choice) continue;
+        bool first = choice->job->first == 0;
+        bool ended = mt_job_advance(choice, &sequences[i], choice->job->request.is_chat ? s->turn_end : -1);
+        if (first && choice->job->first > 0)
+            mt_counters_time(s->counters, MT_LATENCY_FIRST, choice->job->first - choice->job->arrived);
+        if (ended) mt_engine_end(s->engine, i);
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < s->num_running; i++) {
+        mt_job *job = s->running[i];
+        mt_job_answer(job);
+        bool done = job->num_finished == job->num_choices, gone = mt_exchange_is_gone(job->exchange);
+        if (!done && !is_lost(s, job) && !job->is_over) {
+            s->running[kept++] = job;
+            continue;
+        }
+        leave_engine(s, job);
+        mt_engine_disown(s->engine, job->choices, job->choices + job->num_choices);
+        if (done || job->is_over)
+            end_job(s, job, gone || !done ? 499 : 200);
+        else
+            end_lost(s, job);
+    }
+    s->num_running = kept;
+}
+
+static void report_state(server *s) {
+    mt_gauges gauges = {.running_requests = s->num_running, .connections = mt_http_connections(s->http)};
+    pthread_mutex_lock(&s->lock);
+    gauges.waiting_requests = s->num_waiting;
+    pthread_mutex_unlock(&s->lock);
+    for (int64_t i = 0; i < s->num_running; i++)
+        gauges.running_sequences += s->running[i]->num_choices - s->running[i]->num_finished;
+    mt_generator_read_pages(s->run->generator, &gauges.pages, &gauges.used_pages);
+    mt_counters_state(s->counters, &gauges);
+}
+
+/* Waits for a job, a signal or a moment. Other ranks, which end after a timeout, hear that this one is alive. */
+static void wait_for_job(server *s) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += WAIT_NANOSECONDS;
+    if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+    pthread_mutex_lock(&s->lock);
+    if (!s->first && s->phase == SERVING) pthread_cond_timedwait(&s->arrival, &s->lock, &until);
+    pthread_mutex_unlock(&s->lock);
+    int64_t seconds = s->run->options.stack.distributed_timeout_seconds;
+    mt_error unused;
+    if (mt_time() - s->heard_at < (seconds < 120 ? (double)seconds / 2 : 60)) return;
+    s->heard_at = mt_time();
+    mt_engine_step(s->engine, &unused);
+}
+
+/* True while there is something to do, or may be. */
+static bool goes_on(server *s) {
+    pthread_mutex_lock(&s->lock);
+    if (mt_stop_requested()) s->phase = ENDING;
+    bool result = s->phase == SERVING || s->first || s->num_running > 0;
+    pthread_mutex_unlock(&s->lock);
+    return result;
+}
+
+/* A step failed: nobody gets an answer any more. */
+static void fail_all(server *s, const mt_error *error) {
+    pthread_mutex_lock(&s->lock);
+    s->phase = ENDING;
+    pthread_mutex_unlock(&s->lock);
+    for (int64_t i = 0; i < s->num_running; i++) {
+        mt_job_fail(s->running[i], 500, error->text);
+        end_job(s, s->running[i], 500);
+    }
+    s->num_running = 0;
+    for (mt_job *job; (job = s->first) != NULL; end_job(s, job, 500)) {
+        s->first = job->next;
+        mt_job_fail(job, 500, error->text);
+    }
+}
+
+static int run_loop(server *s, mt_error *error) {
+    while (goes_on(s)) {
+        admit(s);
+        report_state(s);
+        if (s->num_running == 0) {
+            wait_for_job(s);
+            continue;
+        }
+        double start = mt_time();
+        s->heard_at = start;
+        if (mt_engine_step(s->engine, error) < 0) {
+            fail_all(s, error);
+            return -1;
+        }
+        mt_counters_time(s->counters, MT_LATENCY_STEP, mt_time() - start);
+        deliver(s);
+    }
+    return 0;
+}
+
+/* ---- the beginning */
+
+int mt_serve_parse_place(const char *text, char **address, int64_t *port, mt_error *error) {
+    const char *colon = strrchr(text, ':'), *number = colon ? colon + 1 : text;
+    char *end;
+    errno = 0;
+    long long value = strtoll(number, &end, 10);
+    bool bracket = *text == '[' && colon && colon > text + 1 && colon[-1] == ']';
+    size_t bytes = !colon ? 0 : bracket ? (size_t)(colon - text) - 2 : (size_t)(colon - text);
+    if (!isdigit((unsigned char)*number) || *end || errno != 0 || value > 65535 || (colon && bytes == 0) ||
+        (!bracket && colon && memchr(text, ':', bytes)))
+        return mt_error_set(error, "--serve %.100s: expects [ADDRESS:]PORT, such as 8000, 0.0.0.0:8000 or [::1]:8000",
+                            text);
+    *address = colon ? strndup(text + bracket, bytes) : strdup("127.0.0.1");
+    *port = value;
+    return 0;
+}
+
+/* The first line of --api-key. */
+static int read_key(server *s, mt_error *error) {
+    int64_t bytes;
+    const char *path = s->run->options.api_key;
+    if (!path) return 0;
+    s->key = mt_file_read(path, MAX_KEY_BYTES, &bytes, error);
+    if (!s->key) return -1;
+    s->key[strcspn(s->key, "\r\n")] = '\0';
+    if (*s->key) return 0;
+    return mt_error_set(error, "--api-key %s: the first line is empty; it is the key", path);
+}
+
+/* The name of the model: that of its folder, if no other is given. */
+static char *model_name(const mt_run_options *o) {
+    if (o->serve_model_name) return strdup(o->serve_model_name);
+    size_t bytes = strlen(o->load);
+    while (bytes > 1 && o->load[bytes - 1] == '/') bytes--;
+    size_t from = bytes;
+    while (from > 0 && o->load[from - 1] != '/') from--;
+    return strndup(o->load + from, bytes - from);
+}
+
+static bool address_is_local(const char *address) {
+    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+}
+
+/* Opens the port, before the model is loaded: a port in use is known at once. */
+static int open_port(server *s, mt_error *error) {
+    const mt_run_options *o = &s->run->options;
+    mt_http_config config = {.origin = o->serve_cors, .max_body = o->serve_max_body, .receive = receive, .context = s};
+    if (mt_serve_parse_place(o->serve, &s->address, &config.port, error) != 0 || read_key(s, error) != 0) return -1;
+    config.address = s->address, config.key = s->key, config.is_open = path_is_open;
+    config.seconds_to_read = SECONDS_TO_READ;
+    if (!s->key && !address_is_local(s->address))
+        fprintf(stderr,
+                "note: --serve %s: everybody who reaches this address may use the model; --api-key FILE asks "
+                "for a key\n",
+                o->serve);
+    return mt_http_open(&s->http, &config, error);
+}
+
+/* The folder's chat template, or another that was chosen. A model without one serves completions alone. */
+static void open_chat(server *s) {
+    mt_inference *r = s->run;
+    const mt_run_options *o = &r->options;
+    mt_error *error = &s->service.no_chat;
+    s->turn_end = -1;
+    if (!r->tokenizer) {
+        mt_error_set(error, "there is no tokenizer");
+        return;
+    }
+    int status = mt_chat_open(&r->chat, o->chat_template, r->tokenizer, r->tokenizer_path, error);
+    if (status == 0) status = mt_chat_set_variables(r->chat, o->chat_template_kwargs, error);
+    if (status == 0) status = mt_chat_prepare(r->chat, error);
+    if (status != 0) {
+        mt_chat_close(r->chat);
+        r->chat = NULL;
+        return;
+    }
+    s->turn_end = mt_chat_end(r->chat);
+}
+
+static void describe_service(server *s) {
+    const mt_inference *r = s->run;
+    const mt_run_options *o = &r->options;
+    mt_service *v = &s->service;
+    v->name = model_name(o), v->tokenizer = r->tokenizer, v->bos = r->bos, v->context = r->context;
+    v->vocab_size = o->stack.vocab_size, v->max_choices = MAX_CHOICES;
+    v->sampling = (mt_sampling){.temperature = o->stack.temperature, .top_p = o->top_p, .min_p = o->min_p};
+    v->sampling.repetition_penalty = o->repetition_penalty, v->sampling.top_k = o->top_k;
+    v->sampling.seed = (uint64_t)o->stack.seed;
+    v->max_new_tokens = MT_GIVEN(o, max_new_tokens) ? o->max_new_tokens : -1;
+    v->chat = r->chat, v->chat_lock = &s->chat_lock;
+}
+
+/* The model with a generator for requests of all kinds. */
+static void open_generator(mt_inference *r, mt_stops *stops) {
+    const mt_run_options *o = &r->options;
+    const mt_sampling greedy = {.top_p = 1};
+    int64_t most = o->inference_max_requests, prefill = o->max_prefill_tokens;
+    mt_model_plan plan = {.page_rows = o->inference_dynamic_batching_block_size, .max_tokens = most + prefill};
+    int64_t cache = o->kv_cache_tokens > 0 ? o->kv_cache_tokens : mt_max(CACHE_TOKENS, r->context);
+    int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
+    mt_plan_generation(&plan, most, r->context, cache);
+    plan.max_logits = mt_max(plan.max_logits, most + viewed);
+    mt_inference_open_model(r, &plan);
+    r->generator = mt_generator_create_mixed(r->model, &greedy, stops, viewed);
+}
+
+static void print_place(const server *s) {
+    bool six = strchr(s->address, ':') != NULL;
+    fprintf(stderr, "serving %s at http://%s%s%s:%lld\n", s->service.name, six ? "[" : "", s->address, six ? "]" : "",
+            (long long)mt_http_port(s->http));
+    if (!s->run->chat) fprintf(stderr, "note: no /v1/chat/completions: %.1000s\n", s->service.no_chat.text);
+}
+
+/* ---- the whole */
+
+static void open_server(server *s, mt_inference *r) {
+    mt_error error;
+    *s = (server){.run = r, .turn_end = -1, .created = (int64_t)time(NULL)};
+    pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
+    s->counters = mt_counters_open();
+    s->max_sequences = r->options.inference_max_requests;
+    mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
+}
+
+static void close_server(server *s) {
+    mt_http_close(s->http);
+    mt_counters_close(s->counters);
+    free((char *)(uintptr_t)s->service.name);
+    free(s->running), free(s->address), free(s->key);
+    pthread_mutex_destroy(&s->lock), pthread_mutex_destroy(&s->chat_lock), pthread_cond_destroy(&s->arrival);
+}
+
+/* SIGTERM and SIGINT end the loop; a client that closes its connection raises no signal. */
+static void hold_signals(const mt_inference *r) {
+    bool stops[MT_NUM_SIGNALS] = {[MT_EXIT_SIGTERM] = true, [MT_EXIT_SIGINT] = true};
+    const char *graceful = "note: no new requests; those at hand are finished first, another signal ends at once\n",
+               *killed = "note: no new requests; those at hand are finished first, as far as mpirun lets: it ends its "
+                         "ranks after OMPI_MCA_odls_base_sigkill_timeout seconds (default: 1)\n";
+    mt_signals_hold();
+    if (r->is_first) mt_signals_note(graceful, killed);
+    mt_signals_keep(stops);
+    signal(SIGPIPE, SIG_IGN);
+}
+
+void mt_serve(mt_inference *r) {
+    server s;
+    mt_error error;
+    mt_stops stops;
+    const mt_run_options *o = &r->options;
+    int64_t limit = o->inference_max_seq_length > 0 ? o->inference_max_seq_length : CONTEXT;
+    if (r->grid.data.size > 1 && o->stack.expert_model_parallel_size == 1)
+        mt_inference_check(r,
+                           mt_error_set(&error,
+                                        "--serve: %d data-parallel ranks would all do the same work; start a server "
+                                        "for each, or divide the model (--tensor-model-parallel-size)",
+                                        r->grid.data.size),
+                           &error);
+    hold_signals(r);
+    r->context = mt_min(r->context, limit);
+    open_server(&s, r);
+    mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
+    if (stops.count == 0 && r->tokenizer && mt_tokenizer_eod(r->tokenizer) >= 0)
+        stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
+    open_generator(r, &stops);
+    s.engine = mt_engine_open(r->generator, &r->grid);
+    int status;
+    if (r->is_first) {
+        open_chat(&s);
+        describe_service(&s);
+        mt_report_inference(r->model, o, r->context, stderr);
+        print_place(&s);
+        pthread_mutex_lock(&s.lock);
+        s.phase = SERVING;
+        pthread_mutex_unlock(&s.lock);
+        status = run_loop(&s, &error);
+        if (status == 0) mt_engine_stop(s.engine);
+    } else {
+        status = mt_engine_follow(s.engine, &error);
+    }
+    mt_engine_close(s.engine);
+    close_server(&s);
+    mt_inference_check(r, status, &error);
+}
