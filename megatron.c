@@ -1114,7 +1114,7 @@ static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 /* ---- products of bf16, where the processor multiplies it (AVX512-BF16, AMX): sums in fp32 */
 
 #ifdef MT_HAVE_DNNL
-/* Whether oneDNN may use instructions that multiply bf16. DNNL_MAX_CPU_ISA limits it. */
+/* True if oneDNN may use instructions that multiply bf16. DNNL_MAX_CPU_ISA limits it. */
 static bool mt_multiplies_bf16(void) {
     return ((int)dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
 }

@@ -539,8 +539,8 @@ stays() {
 # behind it.
 a_longer_or_shorter_run_keeps_the_order_it_began_with() {
     awk 'BEGIN { for (i = 0; i < 60; i++) printf "line %d of a text with %d words\n\n", i, i * i }' >"$work/o.txt"
-    "$(dirname "$train")/data/preprocess" --input "$work/o.txt" --output-prefix "$work/o" --tokenizer-type ByteLevel --append-eod \
-        >"$work/out" || return 1
+    "$(dirname "$train")/data/preprocess" --input "$work/o.txt" --output-prefix "$work/o" \
+        --tokenizer-type ByteLevel --append-eod >"$work/out" || return 1
     for kind in one blend; do
         path="$work/o_text_document"
         [ $kind = blend ] && path="0.7 $path 0.3 $path"
