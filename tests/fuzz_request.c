@@ -19,7 +19,7 @@ static mt_service open_service(void) {
     return service;
 }
 
-static void check_refusal(const mt_refusal *refusal) {
+static void check_refusal(const mt_request_error *refusal) {
     MT_CHECK(refusal->status >= 400 && refusal->status < 500);
     MT_CHECK(refusal->error.text[0] != '\0' && !strchr(refusal->error.text, '\n'));
 }
@@ -39,7 +39,7 @@ static void check_request(const mt_request *r, const mt_service *service) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const mt_service service = open_service();
-    mt_refusal refusal = {.status = 0};
+    mt_request_error refusal = {.status = 0};
     if (size == 0) return 0;
     const char *body = (const char *)data + 1;
     int64_t bytes = (int64_t)size - 1;

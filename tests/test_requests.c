@@ -35,7 +35,7 @@ static void close_service(mt_tokenizer *tokenizer, mt_chat *chat) {
 
 static mt_request read(const mt_service *service, bool is_chat, const char *body) {
     mt_request request;
-    mt_refusal refusal;
+    mt_request_error refusal;
     if (mt_request_read(&request, is_chat, body, (int64_t)strlen(body), service, &refusal) != 0)
         fail_msg("%s: %s", body, refusal.error.text);
     return request;
@@ -86,7 +86,7 @@ static void refusals_name_the_field(void **state) {
                  {"{\"prompt\": \"a\"", NULL, "cut short"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_request r;
-        mt_refusal refusal;
+        mt_request_error refusal;
         assert_int_equal(mt_request_read(&r, false, cases[i].body, (int64_t)strlen(cases[i].body), &service, &refusal),
                          -1);
         mt_request_free(&r);
@@ -106,7 +106,7 @@ static void without_a_tokenizer_prompts_are_tokens(void **state) {
     assert_true(r.returns_ids);
     mt_request_free(&r);
     const char *text = "{\"prompt\": \"ab\"}";
-    mt_refusal refusal;
+    mt_request_error refusal;
     assert_int_equal(mt_request_read(&r, false, text, (int64_t)strlen(text), &service, &refusal), -1);
     assert_non_null(strstr(refusal.error.text, "no tokenizer"));
     mt_request_free(&r);

@@ -437,8 +437,9 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     # max_steps overrides the epochs, whose default is 3.0
     # shellcheck disable=SC2086
     "$train" $small --seq-length 32 --mock-data --num_train_epochs 3.0 --max_steps 7 --print-config >"$work/out" \
-        2>"$work/err" && shows train-iters 7 && ! grep -q '^  train-epochs' "$work/out" &&
-        grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/err" || return 1
+        2>"$work/err" && shows train-iters 7 && ! grep -q '^  train-epochs' "$work/out" || return 1
+    "$train" --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 257 --seq-length 32 --mock-data \
+        --lr 1e-3 --device cpu --num_train_epochs 3.0 --max_steps 1 >"$work/out" 2>"$work/err" && grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/out" || return 1
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
@@ -1260,7 +1261,7 @@ references_do_not_explode() {
 a_sum_of_keys_is_named_by_its_option() {
     printf '%s\n' 'data: {train_files: no.jsonl, max_prompt_length: 32, max_response_length: 16}' 'actor_rollout_ref:' \
         '  actor: {optim: {lr: 1e-6}}' 'trainer: {total_training_steps: 1}' >"$work/sum.yaml"
-    refused 'seq-length (by .*sum.yaml:1: max_prompt_length) 48 is more than --max-position-embeddings 40' "$train" \
+    refused 'seq-length (.*sum.yaml:1) (by max_prompt_length) 48 is more than --max-position-embeddings 40' "$train" \
         --config "$work/sum.yaml" --role actor_train --num-layers 1 --hidden-size 16 --num-attention-heads 2 \
         --vocab-size 257 --tokenizer-type ByteLevel --max-position-embeddings 40 --reward exact --chat-template plain
 }

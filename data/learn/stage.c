@@ -3,7 +3,7 @@
 #include "stage.h"
 
 #include "../base/file.h"
-#include "../options/distillation.h"
+#include "../options/hidden_pairs.h"
 #include "../options/option_reader.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"

@@ -18,6 +18,9 @@ void mt_options_take_vocabulary(mt_run_options *options);
 /* Opens the tokenizer of --tokenizer-type, which is not auto. */
 int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *options, mt_error *error);
 
+/* The bytes of --memory-limit; 0: none. Fails if it is no number with GiB, MiB, GB or MB, or less than a MiB. */
+int mt_options_memory_limit(const mt_run_options *options, int64_t *bytes, mt_error *error);
+
 /* mt_options_finish_by (run_options.h) without what needs the files of a model, its family and its adapters.
  * `balance` may be NULL. */
 int mt_options_complete(mt_run_options *options, mt_program program, int64_t world_size, mt_stage_balancer *balance,

@@ -101,7 +101,7 @@ static void mt_givens_add_entry(mt_givens *givens, mt_option_reader *reader, con
     if (entry->is_implied) // messages name the option
         snprintf(where, sizeof where, "--%.80s", entry->option);
     else if (entry->is_derived && row) // whose value the file does not hold
-        snprintf(where, sizeof where, "--%.60s (by %s%.80s)", mt_option_of(row->offset)->name, position, entry->name);
+        snprintf(where, sizeof where, "--%.60s (by %.80s)", mt_option_of(row->offset)->name, entry->name);
     else
         snprintf(where, sizeof where, "%s%.80s", position, entry->name);
     mt_given *given = mt_givens_add(givens, MT_SOURCE_ROLE, entry->is_sequence ? MT_GIVEN_LIST : MT_GIVEN_TEXT,

@@ -5,7 +5,7 @@
 #include "option_rules.h"
 
 #include "correction.h"
-#include "distillation.h"
+#include "hidden_pairs.h"
 #include "options.h"
 
 #include <ctype.h>

@@ -220,9 +220,6 @@ enum { MT_UNKNOWN_ITERATIONS = 1000000000 };
 int mt_options_read_yaml(mt_run_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
                          mt_error *error);
 
-/* The bytes of --memory-limit; 0: none. Fails if it is no number with GiB, MiB, GB or MB, or less than a MiB. */
-int mt_options_memory_limit(const mt_run_options *options, int64_t *bytes, mt_error *error);
-
 /* Reads a YAML text of ROLL, verl or Trinity-RFT: the pipeline's keys and those of a role ("actor_train", "sft_train",
  * "rewards.NAME"). role_keys.c has the keys that are known: they set options, are not used here, or are refused. The
  * keys are noted in options->config_keys. */

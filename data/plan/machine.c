@@ -3,6 +3,7 @@
 #include "machine.h"
 
 #include "../base/file.h"
+#include "../options/option_finish.h"
 
 #include <math.h>
 #include <stdlib.h>

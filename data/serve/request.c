@@ -10,7 +10,7 @@
 
 enum { MAX_STOP_STRINGS = 16, MAX_STOP_BYTES = 1024, MAX_MESSAGES = 4096, DEFAULT_NEW_TOKENS = 16 };
 
-int mt_refuse(mt_refusal *refusal, int status, const char *parameter, const char *format, ...) {
+int mt_refuse(mt_request_error *refusal, int status, const char *parameter, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(refusal->error.text, sizeof refusal->error.text, format, arguments);
@@ -78,7 +78,7 @@ static bool asks_nothing(const json_t *value) {
     return json_is_array(value) ? json_array_size(value) == 0 : json_is_object(value) && json_object_size(value) == 0;
 }
 
-static int check_fields(json_t *root, bool is_chat, mt_refusal *refusal) {
+static int check_fields(json_t *root, bool is_chat, mt_request_error *refusal) {
     const char *key;
     json_t *value;
     json_object_foreach(root, key, value) {
@@ -102,7 +102,7 @@ static const json_t *field(const json_t *root, const char *key) {
 }
 
 static int read_int(const json_t *root, const char *key, int64_t low, int64_t high, int64_t *value,
-                    mt_refusal *refusal) {
+                    mt_request_error *refusal) {
     const json_t *item = field(root, key);
     if (!item || mt_json_int(item, low, high, value)) return 0;
     return mt_refuse(refusal, 400, key, "\"%s\" must be a whole number from %lld to %lld", key, (long long)low,
@@ -111,7 +111,7 @@ static int read_int(const json_t *root, const char *key, int64_t low, int64_t hi
 
 /* low <= value <= high, or low < value where `above`. */
 static int read_real(const json_t *root, const char *key, double low, double high, bool above, double *value,
-                     mt_refusal *refusal) {
+                     mt_request_error *refusal) {
     const json_t *item = field(root, key);
     double given = json_number_value(item);
     if (!item) return 0;
@@ -122,7 +122,7 @@ static int read_real(const json_t *root, const char *key, double low, double hig
                             above ? "above" : "of at least", low, high);
 }
 
-static int read_bool(const json_t *root, const char *key, bool *value, mt_refusal *refusal) {
+static int read_bool(const json_t *root, const char *key, bool *value, mt_request_error *refusal) {
     const json_t *item = field(root, key);
     if (!item) return 0;
     *value = json_is_true(item);
@@ -131,7 +131,7 @@ static int read_bool(const json_t *root, const char *key, bool *value, mt_refusa
 
 /* ---- prompts */
 
-static int check_prompt(const mt_ids *ids, const char *key, const mt_service *service, mt_refusal *refusal) {
+static int check_prompt(const mt_ids *ids, const char *key, const mt_service *service, mt_request_error *refusal) {
     if (ids->count == 0)
         return mt_refuse(refusal, 400, key, "the prompt has no token; give at least one character or token");
     if (ids->count > service->context)
@@ -146,7 +146,7 @@ static int check_prompt(const mt_ids *ids, const char *key, const mt_service *se
 }
 
 static int encode_text(mt_ids *ids, const char *text, int64_t bytes, bool begins, const mt_service *service,
-                       const char *key, mt_refusal *refusal) {
+                       const char *key, mt_request_error *refusal) {
     mt_error error;
     if (!service->tokenizer)
         return mt_refuse(refusal, 400, key, "this server has no tokenizer; give the prompt as a list of token ids");
@@ -155,7 +155,7 @@ static int encode_text(mt_ids *ids, const char *text, int64_t bytes, bool begins
     return mt_refuse(refusal, 400, key, "the text cannot be encoded: %.1000s", error.text);
 }
 
-static int read_tokens(mt_ids *ids, const json_t *list, mt_refusal *refusal) {
+static int read_tokens(mt_ids *ids, const json_t *list, mt_request_error *refusal) {
     json_t *item;
     size_t i;
     json_array_foreach(list, i, item) {
@@ -170,7 +170,7 @@ static int read_tokens(mt_ids *ids, const json_t *list, mt_refusal *refusal) {
 }
 
 /* A prompt of a completion: a text, or a list of tokens. */
-static int read_prompt(mt_ids *ids, const json_t *prompt, const mt_service *service, mt_refusal *refusal) {
+static int read_prompt(mt_ids *ids, const json_t *prompt, const mt_service *service, mt_request_error *refusal) {
     int status;
     if (json_is_string(prompt))
         status = encode_text(ids, json_string_value(prompt), (int64_t)json_string_length(prompt), true, service,
@@ -183,7 +183,7 @@ static int read_prompt(mt_ids *ids, const json_t *prompt, const mt_service *serv
     return status == 0 ? check_prompt(ids, "prompt", service, refusal) : -1;
 }
 
-static int read_prompts(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_prompts(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     const json_t *prompt = field(root, "prompt");
     json_t *item;
     size_t i;
@@ -205,7 +205,7 @@ static int read_prompts(mt_request *r, const json_t *root, const mt_service *ser
 /* ---- conversations */
 
 /* The content of a message, to free: a text, or the texts of a list of parts. NULL without a refusal: none. */
-static int read_content(char **text, int64_t *bytes, const json_t *content, mt_refusal *refusal) {
+static int read_content(char **text, int64_t *bytes, const json_t *content, mt_request_error *refusal) {
     static const char wanted[] = "\"content\" of a message must be a text, or a list of parts of the type \"text\"";
     mt_text all = {0};
     json_t *part;
@@ -280,7 +280,7 @@ static void free_talk(talk *t) {
     free(t->messages), free(t->fields);
 }
 
-static int read_messages(talk *t, const json_t *list, mt_refusal *refusal) {
+static int read_messages(talk *t, const json_t *list, mt_request_error *refusal) {
     json_t *message;
     size_t i;
     if (!json_is_array(list) || json_array_size(list) == 0 || json_array_size(list) > MAX_MESSAGES)
@@ -302,7 +302,7 @@ static int read_messages(talk *t, const json_t *list, mt_refusal *refusal) {
 
 /* Appends the tokens of the conversation up to the header of the answer. */
 static int encode_talk(mt_ids *ids, const json_t *root, bool *has_tools, const mt_service *service,
-                       mt_refusal *refusal) {
+                       mt_request_error *refusal) {
     const json_t *tools = field(root, "tools"), *choice = field(root, "tool_choice"),
                  *variables = field(root, "chat_template_kwargs");
     const char *chosen = json_string_value(choice);
@@ -338,7 +338,7 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool *has_tools, const m
     return status;
 }
 
-static int read_conversation(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_conversation(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     r->prompts = mt_calloc((int64_t)sizeof *r->prompts), r->num_prompts = 1;
     if (encode_talk(&r->prompts[0], root, &r->has_tools, service, refusal) != 0) return -1;
     return check_prompt(&r->prompts[0], "messages", service, refusal);
@@ -346,7 +346,7 @@ static int read_conversation(mt_request *r, const json_t *root, const mt_service
 
 /* ---- the rest */
 
-static int add_stop(mt_strings *stop, const json_t *text, const mt_service *service, mt_refusal *refusal) {
+static int add_stop(mt_strings *stop, const json_t *text, const mt_service *service, mt_request_error *refusal) {
     size_t bytes = json_string_length(text);
     if (!service->tokenizer)
         return mt_refuse(refusal, 400, "stop", "this server has no tokenizer, and finds no texts to stop at");
@@ -358,7 +358,7 @@ static int add_stop(mt_strings *stop, const json_t *text, const mt_service *serv
     return 0;
 }
 
-static int read_stop(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_stop(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     const json_t *stop = field(root, "stop");
     json_t *item;
     size_t i;
@@ -371,7 +371,7 @@ static int read_stop(mt_request *r, const json_t *root, const mt_service *servic
 }
 
 /* "logprobs": of a completion a number of rivals, of a chat true, with their number in "top_logprobs". */
-static int read_logprobs(mt_request *r, const json_t *root, mt_refusal *refusal) {
+static int read_logprobs(mt_request *r, const json_t *root, mt_request_error *refusal) {
     enum { MOST = 20 };
     bool wanted = false;
     r->num_rivals = -1;
@@ -387,7 +387,7 @@ static int read_logprobs(mt_request *r, const json_t *root, mt_refusal *refusal)
     return wanted ? read_int(root, "top_logprobs", 0, MOST, &r->num_rivals, refusal) : 0;
 }
 
-static int read_sampling(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_sampling(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     mt_sampling *s = &r->sampling;
     int64_t seed = 0;
     *s = service->sampling;
@@ -408,7 +408,7 @@ static int read_sampling(mt_request *r, const json_t *root, const mt_service *se
 }
 
 /* The number of new tokens, which must fit the context behind the longest prompt. */
-static int read_length(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_length(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     const char *key = field(root, "max_completion_tokens") ? "max_completion_tokens" : "max_tokens";
     int64_t longest = 0, wanted = -1;
     for (int64_t i = 0; i < r->num_prompts; i++) longest = mt_max(longest, r->prompts[i].count);
@@ -429,7 +429,7 @@ static int read_length(mt_request *r, const json_t *root, const mt_service *serv
                                : "no token is asked for; 0 needs \"echo\": true");
 }
 
-static int read_choices(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_choices(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     int64_t best = 0;
     r->num_choices = 1;
     if (read_int(root, "n", 1, service->max_choices, &r->num_choices, refusal) != 0 ||
@@ -443,7 +443,7 @@ static int read_choices(mt_request *r, const json_t *root, const mt_service *ser
                      (long long)service->max_choices);
 }
 
-static int read_stream(mt_request *r, const json_t *root, mt_refusal *refusal) {
+static int read_stream(mt_request *r, const json_t *root, mt_request_error *refusal) {
     const json_t *options = field(root, "stream_options");
     if (read_bool(root, "stream", &r->streams, refusal) != 0) return -1;
     if (!options) return 0;
@@ -453,7 +453,7 @@ static int read_stream(mt_request *r, const json_t *root, mt_refusal *refusal) {
     return read_bool(options, "include_usage", &r->reports_usage, refusal);
 }
 
-static int read_body(mt_request *r, const json_t *root, const mt_service *service, mt_refusal *refusal) {
+static int read_body(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     const json_t *model = field(root, "model"), *format = field(root, "response_format");
     const char *type = json_string_value(json_object_get(format, "type"));
     if (model && !json_is_string(model)) return mt_refuse(refusal, 400, "model", "\"model\" must be a text");
@@ -476,7 +476,7 @@ static int read_body(mt_request *r, const json_t *root, const mt_service *servic
 }
 
 /* The body as an object; NULL with a refusal. */
-static json_t *parse_body(const char *body, int64_t bytes, mt_refusal *refusal) {
+static json_t *parse_body(const char *body, int64_t bytes, mt_request_error *refusal) {
     mt_error error;
     json_t *root = mt_json_parse(body, bytes, JSON_REJECT_DUPLICATES, NULL, &error);
     if (root) return root;
@@ -487,7 +487,7 @@ static json_t *parse_body(const char *body, int64_t bytes, mt_refusal *refusal) 
 }
 
 int mt_request_read(mt_request *r, bool is_chat, const char *body, int64_t bytes, const mt_service *service,
-                    mt_refusal *refusal) {
+                    mt_request_error *refusal) {
     *r = (mt_request){.is_chat = is_chat};
     json_t *root = parse_body(body, bytes, refusal);
     if (!root) return -1;
@@ -505,7 +505,7 @@ void mt_request_free(mt_request *r) {
 }
 
 int mt_request_read_tokenize(mt_ids *ids, const char *body, int64_t bytes, const mt_service *service,
-                             mt_refusal *refusal) {
+                             mt_request_error *refusal) {
     bool begins = true;
     json_t *root = parse_body(body, bytes, refusal);
     if (!root) return -1;

@@ -28,11 +28,11 @@ typedef struct mt_service {
 } mt_service;
 
 /* A request that is refused: the status of HTTP, one sentence, and the field it is about (NULL: none). */
-typedef struct mt_refusal {
+typedef struct mt_request_error {
     int status;
     mt_error error;
     const char *parameter; // a literal
-} mt_refusal;
+} mt_request_error;
 
 /* A completion or a chat completion. */
 typedef struct mt_request {
@@ -49,15 +49,15 @@ typedef struct mt_request {
 
 /* Reads the body of /v1/completions or /v1/chat/completions. The result is to be freed, also after a refusal. */
 int mt_request_read(mt_request *request, bool is_chat, const char *body, int64_t bytes, const mt_service *service,
-                    mt_refusal *refusal);
+                    mt_request_error *refusal);
 void mt_request_free(mt_request *request);
 
 /* Reads the body of /tokenize: {"prompt": TEXT} or {"messages": [...]}; "add_special_tokens" false: without BOS. */
 int mt_request_read_tokenize(mt_ids *ids, const char *body, int64_t bytes, const mt_service *service,
-                             mt_refusal *refusal);
+                             mt_request_error *refusal);
 
 /* Sets a refusal as mt_error_set does; returns -1. */
-int mt_refuse(mt_refusal *refusal, int status, const char *parameter, const char *format, ...)
+int mt_refuse(mt_request_error *refusal, int status, const char *parameter, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
 #ifdef __cplusplus

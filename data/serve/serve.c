@@ -56,7 +56,7 @@ typedef struct server {
 /* ---- the queue */
 
 /* Adds a job; or refuses it. */
-static int enqueue(server *s, mt_exchange *exchange, mt_request *request, mt_refusal *refusal) {
+static int enqueue(server *s, mt_exchange *exchange, mt_request *request, mt_request_error *refusal) {
     int status = 0;
     pthread_mutex_lock(&s->lock);
     if (s->phase == ENDING) {
@@ -104,7 +104,7 @@ static int answer_json(mt_exchange *x, json_t *root) {
     return 200;
 }
 
-static int answer_refusal(mt_exchange *x, const mt_refusal *refusal) {
+static int answer_refusal(mt_exchange *x, const mt_request_error *refusal) {
     mt_exchange_refuse(x, refusal->status, refusal->error.text, refusal->parameter);
     return refusal->status;
 }
@@ -168,7 +168,7 @@ static int get_page(server *s, mt_exchange *x) {
 }
 
 static int post_request(server *s, mt_exchange *x, bool is_chat) {
-    mt_refusal refusal;
+    mt_request_error refusal;
     mt_request request;
     int64_t bytes;
     const char *body = mt_exchange_body(x, &bytes);
@@ -188,7 +188,7 @@ static int post_chat(server *s, mt_exchange *x) {
 }
 
 static int post_tokenize(server *s, mt_exchange *x) {
-    mt_refusal refusal;
+    mt_request_error refusal;
     mt_ids ids = {0};
     int64_t bytes;
     const char *body = mt_exchange_body(x, &bytes);
