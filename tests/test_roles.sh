@@ -439,7 +439,8 @@ fields_on_the_command_line_may_be_at_their_defaults() {
     "$train" $small --seq-length 32 --mock-data --num_train_epochs 3.0 --max_steps 7 --print-config >"$work/out" \
         2>"$work/err" && shows train-iters 7 && ! grep -q '^  train-epochs' "$work/out" || return 1
     "$train" --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 257 --seq-length 32 --mock-data \
-        --lr 1e-3 --device cpu --num_train_epochs 3.0 --max_steps 1 >"$work/out" 2>"$work/err" && grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/out" || return 1
+        --lr 1e-3 --device cpu --num_train_epochs 3.0 --max_steps 1 >"$work/out" \
+        2>"$work/err" && grep -q '^--num-train-epochs has no effect: --max-steps decides' "$work/out" || return 1
     for wrong in '--tf32 True' '--max_steps 7.5' '--fsdp full_shard' '--warmup_steps 0.1 --lr-warmup-fraction 0.2'; do
         # shellcheck disable=SC2086
         refused "$(echo "${wrong%% *} " | tr _ -)" "$train" $small --mock-data $wrong || return 1
