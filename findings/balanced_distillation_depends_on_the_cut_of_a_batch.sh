@@ -9,7 +9,7 @@
 #                  and so is the batch's gradient. Runs of the same global batch on more data-parallel ranks, or with
 #                  another micro-batch size, train differently, and tests of layouts need micro-batches of equal samples.
 #
-# usage: findings/balanced_distillation_depends_on_the_cut_of_a_batch.sh   (python3 of at least 3.12 with venv and pip, a
+#                  to the value that the loss of logits has in this call. Each micro-batch has a factor of its own,
 #        connection; some minutes)
 # Output seen:
 #   nvidia-modelopt 0.47.0, torch 2.15.0
