@@ -5,12 +5,13 @@
 #   A good guess:  all losses are means over equal micro-batches, so two micro-batches with half of the weight each
 #                  have the gradient of one, up to rounding; the size of a micro-batch is a matter of memory.
 #   What happens:  LogitsAndIntermediatesLossBalancer, the default of that distillation, scales the loss of hidden states
-#                  to the value that the loss of logits has in this call. The factor is another one in each micro-batch,
-#                  and so is the batch's gradient. Runs of the same global batch on more data-parallel ranks, or with
-#                  another micro-batch size, train differently, and tests of layouts need micro-batches of equal samples.
-#
 #                  to the value that the loss of logits has in this call. Each micro-batch has a factor of its own,
-#        connection; some minutes)
+#                  which changes the gradient of the batch. Runs of the same global batch on more data-parallel ranks,
+#                  or with another micro-batch size, train differently, and tests of layouts need micro-batches of
+#                  equal samples.
+#
+# usage: findings/balanced_distillation_depends_on_the_cut_of_a_batch.sh   (PYTHON or python3, 3.12 or later, with venv
+#        and pip; a connection; some minutes)
 # Output seen:
 #   nvidia-modelopt 0.47.0, torch 2.15.0
 #   balanced: the gradient of two micro-batches is that of one: False
