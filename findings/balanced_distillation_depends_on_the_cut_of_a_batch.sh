@@ -5,10 +5,10 @@
 #   A good guess:  all losses are means over equal micro-batches, so two micro-batches with half of the weight each
 #                  have the gradient of one, up to rounding; the size of a micro-batch is a matter of memory.
 #   What happens:  LogitsAndIntermediatesLossBalancer, the default of that distillation, scales the loss of hidden
-#                  states to the value that the loss of logits has in this call. Each micro-batch has a factor of its own,
-#                  which changes the gradient of the batch. Runs of the same global batch on more data-parallel ranks,
-#                  or with another micro-batch size, train differently, and tests of layouts need micro-batches of
-#                  equal samples.
+#                  states to the value that the loss of logits has in this call. Each micro-batch has a factor of its
+#                  own, which changes the gradient of the batch. Runs of the same global batch on more data-parallel
+#                  ranks, or with another micro-batch size, train differently, and tests of layouts need micro-batches
+#                  of equal samples.
 #
 # usage: findings/balanced_distillation_depends_on_the_cut_of_a_batch.sh   (PYTHON or python3, 3.12 or later, with venv
 #        and pip; a connection; some minutes)
