@@ -1,45 +1,11 @@
 #!/bin/sh
-# Reinforcement learning: it learns, every layout does the same, a resumed run goes on as if it had not stopped.
+# Reinforcement learning: it learns, and a resumed run goes on as if it had not stopped. Layouts: rl_layouts, rl_exact.
 # Sections of megatron.c: §7b §16
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 
-# Prompts of two digits; a response is right if it has them in ascending order. The model learns to write the two in
-# either order.
-write_data() {
-    awk -v sft="$work/sft.jsonl" -v rl="$work/rl.jsonl" 'BEGIN {
-        for (i = 0; i < 600; i++) {
-            a = i * 7 % 10; b = (int(i / 10) * 3 + i) % 10
-            low = a < b ? a : b; high = a < b ? b : a
-            swapped = int(i / 3) % 2
-            printf "{\"prompt\": \"%d%d>\", \"response\": \"%d%d\"}\n", a, b, swapped ? b : a, swapped ? a : b > sft
-            printf "{\"prompt\": \"%d%d>\", \"answer\": \"%d%d\"}\n", a, b, low, high > rl
-        }
-    }'
-}
-
-model="--num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu --normalization RMSNorm
-    --position-embedding-type rope --disable-bias-linear --seq-length 16"
-common="--chat-template plain --hidden-dropout 0 --attention-dropout 0 --device cpu --lr-decay-style constant
-    --eval-iters 0"
-
-learn_format() {
-    # shellcheck disable=SC2086
-    "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel $model $common \
-        --variable-seq-lengths --micro-batch-size 64 --train-iters 300 --lr 5e-3 --save "$work/base" \
-        --log-interval 50 >"$work/out" 2>"$work/err"
-}
-
-# learn RANKS METRICS ARGUMENTS...
-learn() {
-    ranks=$1 metrics=$2
-    shift 2
-    set -- --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
-        --micro-batch-size 4 --log-interval 1 --metrics "$metrics" --overwrite "$@"
-    # shellcheck disable=SC2086
-    on_ranks "$ranks" "$train" "$@" $common
-}
+. tests/rl_setup.sh
 
 mean() {
     awk '{ sum += $1 } END { print sum / NR }'
@@ -111,75 +77,6 @@ ppo_with_a_critic_learns() {
         series value_target "$work/ppo" | grep -q . && series ref_kl "$work/ppo" | grep -q .
 }
 
-# The epsilon keeps AdamW from dividing gradients that are rounding errors by their own size.
-every_layout_does_the_same() {
-    for method in "--adv-estimator grpo --dynamic-sampling" \
-        "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
-        "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --temperature 0.7"; do
-        set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
-            --global-batch-size 8 --adam-eps 1e-4
-        # shellcheck disable=SC2086
-        learn 1 "$work/one" "$@" $method || return 1
-        while read -r ranks layout; do
-            # shellcheck disable=SC2086
-            learn "$ranks" "$work/other" "$@" $method $layout || return 1
-            for key in reward response_tokens entropy lm_loss grad_norm; do
-                same_series "$work/one" "$work/other" 1e-4 1 $key || {
-                    echo "$method: $ranks ranks, $layout"
-                    return 1
-                }
-            done
-            series generation_gap "$work/other" | awk '$1 > 1e-4 { exit 1 }' || return 1
-        done <<EOF
-2
-2 --data-parallel-sharding-strategy optim_grads_params
-4 --tensor-model-parallel-size 2 --use-distributed-optimizer
-2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t|t|L
-2 --context-parallel-size 2
-4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2
-EOF
-    done
-}
-
-# Most with an estimator of their own. kl_cov selects all tokens here, and clip_cov draws from all: where covariances
-# are nearly equal, a layout's rounding would choose. It does choose the sign of kl_cov's |log r| in a first step, whose
-# policy is the old one, so the weight of that is small.
-every_loss_does_the_same_on_layouts() {
-    while read -r method; do
-        set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3 --ppo-epochs 2 \
-            --global-batch-size 8 --adam-eps 1e-4 --rollout-is sequence --rollout-is-batch-normalize
-        # shellcheck disable=SC2086
-        learn 1 "$work/one" "$@" --pg-variant $method || return 1
-        for layout in '' '--context-parallel-size 2'; do
-            # shellcheck disable=SC2086
-            learn 2 "$work/other" "$@" --pg-variant $method $layout || return 1
-            for key in reward response_tokens lm_loss grad_norm clip_fraction; do
-                same_series "$work/one" "$work/other" 1e-4 1 $key || {
-                    echo "$method: $layout"
-                    return 1
-                }
-            done
-        done
-    done <<EOF
-sapo --adv-estimator reinforce_plus_plus_baseline
-dppo_tv --adv-estimator opo --clip-ratio 0.01
-dppo_kl --adv-estimator gpg --clip-ratio 0.001 --clip-ratio-c 1.01
-dro --dro-beta 0.1 --adv-estimator grpo_passk
-kimi15
-kl_cov --kl-cov-ratio 1 --ppo-kl-coef 1e-4
-clip_cov --clip-cov-ratio 0.2 --clip-cov-lb -100 --clip-cov-ub 100
-tis --tis-upper-bound 1.1
-topr --topr-positive-weight 2
-opmd
-sppo --clip-ratio 0.1
-gpg --adv-estimator remax
-gpg --adv-estimator gdpo --reward number regex --reward-pattern ^[0-4] --reward-weights 1 0.5
-gpg --adv-estimator reinforce --reward number regex --reward-pattern ^[0-4] --norm-mean-type group --norm-std-type batch
-gpg --adv-estimator gigpo --step-reward-weight 0.5
-gpg --adv-estimator optimal_token_baseline
-EOF
-}
-
 # Rewards with weights are one reward, their sum.
 rewards_are_added_up() {
     set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 2 --lr 1e-3
@@ -210,26 +107,6 @@ bypass_mode_takes_the_generators_log_probabilities() {
         --chat-template plain --train-iters 1 --lr 1e-3 --bypass-mode
     refused 'bypass-mode' "$@" --rollout-is token && refused 'bypass-mode' "$@" --rollout-rs token_k2 \
         --rollout-rs-threshold 1
-}
-
-# Drawn from one token, a response is the greedy one, whose reward is its baseline; in any layout of the generator.
-remax_compares_with_a_greedy_response() {
-    set -- --num-return-sequences 1 --train-iters 2 --lr 1e-3 --pg-variant gpg --reward number \
-        --adv-estimator remax --global-batch-size 16 --rollout-batch-size 16
-    learn 1 "$work/greedy" "$@" --top-k 1 &&
-        series reward "$work/greedy" | awk '$1 > 0 && $1 < 1 { n++ } END { exit !n }' &&
-        series advantage "$work/greedy" | awk '$1 != 0 { exit 1 } END { exit NR != 2 }' || return 1
-    learn 1 "$work/one" "$@" && series advantage "$work/one" | awk '$1 != 0 { n++ } END { exit !n }' || return 1
-    while read -r ranks layout; do
-        # shellcheck disable=SC2086
-        learn "$ranks" "$work/other" "$@" $layout || return 1
-        for key in reward response_tokens advantage lm_loss grad_norm generation_tokens; do
-            same_series "$work/one" "$work/other" 1e-4 1 $key || return 1
-        done
-    done <<EOF
-2 --rollout-tensor-model-parallel-size 2
-2 --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1
-EOF
 }
 
 # Generator and training agree here, so that bounds below 1 hold for all tokens.
@@ -686,9 +563,6 @@ write_data
 check the_format_is_learned learn_format
 check grpo_learns_to_sort grpo_learns
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
-[ "${HAVE_MPI:-}" ] && check every_layout_does_the_same every_layout_does_the_same
-[ "${HAVE_MPI:-}" ] && check every_loss_does_the_same_on_layouts every_loss_does_the_same_on_layouts
-[ "${HAVE_MPI:-}" ] && check remax_compares_with_a_greedy_response remax_compares_with_a_greedy_response
 check rewards_are_added_up rewards_are_added_up
 check bypass_mode_takes_the_generators_log_probabilities bypass_mode_takes_the_generators_log_probabilities
 check rollouts_are_corrected rollouts_are_corrected
