@@ -385,7 +385,8 @@ static void an_allocation_beyond_the_limit_ends_the_program_in_a_line(void **sta
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) != 0);
     assert_non_null(strstr(line, "67108864 bytes (0.06 GiB) requested"));
     assert_non_null(strstr(line, "0.03 GiB of --memory-limit"));
-    assert_ptr_equal(strchr(line, '\n'), line + length - 1);
+    assert_non_null(strchr(line, '\n')); // behind it a sanitizer may report what the child did not free
+    assert_null(strstr(strchr(line, '\n'), "error: "));
 }
 
 static void a_gpu_that_cannot_compute_is_refused_in_words(void **state) {
