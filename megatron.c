@@ -1184,33 +1184,62 @@ static void mt_bf16_compile(mt_bf16_kernel *kernel, dnnl_engine_t engine) {
     dnnl_post_ops_destroy(after);
 }
 
-/* One tile, by the calling thread. Each thread keeps kernels of its own: two may not run one at the same time. */
+/* Kernels of one thread: two threads may not run one at the same time, and oneDNN's scratch is the thread's. */
+typedef struct mt_bf16_kernels {
+    dnnl_engine_t engine;
+    dnnl_stream_t stream;
+    int count, oldest;
+    mt_bf16_kernel kept[256];
+} mt_bf16_kernels;
+
+static void mt_bf16_kernel_free(mt_bf16_kernel *kernel) {
+    dnnl_primitive_destroy(kernel->product);
+    dnnl_memory_destroy(kernel->a), dnnl_memory_destroy(kernel->b), dnnl_memory_destroy(kernel->c);
+}
+
+static void mt_bf16_kernels_free(void *memory) {
+    mt_bf16_kernels *kernels = memory;
+    for (int i = 0; i < kernels->count; i++) mt_bf16_kernel_free(&kernels->kept[i]);
+    dnnl_stream_destroy(kernels->stream);
+    dnnl_engine_destroy(kernels->engine);
+    free(kernels);
+}
+
+static pthread_key_t mt_bf16_key; // frees a thread's kernels when it ends
+
+static void mt_bf16_key_create(void) {
+    MT_CHECK(pthread_key_create(&mt_bf16_key, mt_bf16_kernels_free) == 0);
+}
+
+static mt_bf16_kernels *mt_bf16_kernels_of_thread(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    static _Thread_local mt_bf16_kernels *kernels;
+    if (kernels) return kernels;
+    pthread_once(&once, mt_bf16_key_create);
+    kernels = mt_calloc(sizeof *kernels);
+    MT_DNNL(dnnl_engine_create(&kernels->engine, dnnl_cpu, 0));
+    MT_DNNL(dnnl_stream_create(&kernels->stream, kernels->engine, dnnl_stream_default_flags));
+    MT_CHECK(pthread_setspecific(mt_bf16_key, kernels) == 0);
+    return kernels;
+}
+
+/* One tile, by the calling thread. */
 static void mt_bf16_tile(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                          bool accumulate) {
-    enum { KEPT = 256 };
-    static _Thread_local mt_bf16_kernel kernels[KEPT];
-    static _Thread_local int count, oldest;
-    static _Thread_local dnnl_engine_t engine;
-    static _Thread_local dnnl_stream_t stream;
-    mt_bf16_kernel *kernel = kernels, *end = kernels + count;
+    enum { MOST = sizeof((mt_bf16_kernels *)0)->kept / sizeof(mt_bf16_kernel) };
+    mt_shelter_from_signals();
+    mt_bf16_kernels *own = mt_bf16_kernels_of_thread();
+    mt_bf16_kernel *kernel = own->kept, *end = own->kept + own->count;
     while (kernel < end &&
            (kernel->M != M || kernel->N != N || kernel->K != K || kernel->stride != stride ||
             kernel->a_stride != a.stride || kernel->b_stride != b.stride || kernel->a_transposed != a.transposed ||
             kernel->b_transposed != b.transposed || kernel->accumulate != accumulate))
         kernel++;
-    mt_shelter_from_signals();
-    if (!engine) {
-        MT_DNNL(dnnl_engine_create(&engine, dnnl_cpu, 0));
-        MT_DNNL(dnnl_stream_create(&stream, engine, dnnl_stream_default_flags));
-    }
     if (kernel == end) {
-        if (count < KEPT) {
-            count++;
-        } else {
-            kernel = &kernels[oldest++ % KEPT];
-            dnnl_primitive_destroy(kernel->product);
-            dnnl_memory_destroy(kernel->a), dnnl_memory_destroy(kernel->b), dnnl_memory_destroy(kernel->c);
-        }
+        if (own->count < MOST)
+            own->count++;
+        else
+            mt_bf16_kernel_free(kernel = &own->kept[own->oldest++ % MOST]);
         *kernel = (mt_bf16_kernel){.M = M,
                                    .N = N,
                                    .K = K,
@@ -1220,7 +1249,7 @@ static void mt_bf16_tile(float *c, int64_t stride, mt_matrix a, mt_matrix b, int
                                    .a_transposed = a.transposed,
                                    .b_transposed = b.transposed,
                                    .accumulate = accumulate};
-        mt_bf16_compile(kernel, engine);
+        mt_bf16_compile(kernel, own->engine);
     }
     union { // handles are not const
         const uint16_t *bits;
@@ -1231,7 +1260,7 @@ static void mt_bf16_tile(float *c, int64_t stride, mt_matrix a, mt_matrix b, int
     MT_DNNL(dnnl_memory_set_data_handle(kernel->c, c));
     const dnnl_exec_arg_t operands[] = {
         {DNNL_ARG_SRC, kernel->a}, {DNNL_ARG_WEIGHTS, kernel->b}, {DNNL_ARG_DST, kernel->c}};
-    MT_DNNL(dnnl_primitive_execute(kernel->product, stream, 3, operands));
+    MT_DNNL(dnnl_primitive_execute(kernel->product, own->stream, 3, operands));
 }
 
 /* Tiles depend on the shape only, as those of fp32 above: the same bits whatever the number of threads. Within the
