@@ -197,23 +197,28 @@ static double reward_of(const mt_rollouts *r, const mt_rollout_config *c, int64_
 
 /* Normalises the rewards of the sequences that remain, over all of them or over their groups, and clips them. */
 static void normalise_rewards(mt_rollouts *r, const mt_rollout_config *c) {
-    int64_t count = r->samples.count;
-    double *normed = mt_malloc(mt_max(count, 1) * 8), clip = c->reward_clip;
+    int64_t count = r->samples.count, sets = 1 + r->num_prompts; // the batch, and each group
+    double *numbers = mt_calloc(3 * sets * 8), *means = numbers + sets, *squares = means + sets, clip = c->reward_clip;
     for (int64_t k = 0; k < count; k++) {
-        double numbers[2] = {0}, means[2] = {0}, squares[2] = {0}; // of the batch, of the group
-        for (int64_t i = 0; i < count; i++)
-            for (int g = 0; g < (r->groups[i] == r->groups[k] ? 2 : 1); g++) numbers[g] += 1, means[g] += r->rewards[i];
-        for (int g = 0; g < 2; g++) means[g] /= numbers[g];
-        for (int64_t i = 0; i < count; i++)
-            for (int g = 0; g < (r->groups[i] == r->groups[k] ? 2 : 1); g++)
-                squares[g] += (r->rewards[i] - means[g]) * (r->rewards[i] - means[g]);
-        double mean = c->norm_mean == MT_REWARD_NORM_NONE ? 0 : means[c->norm_mean == MT_REWARD_NORM_GROUP];
-        int of = c->norm_std == MT_REWARD_NORM_GROUP;
-        normed[k] = r->rewards[k] - mean;
-        if (c->norm_std != MT_REWARD_NORM_NONE) normed[k] /= sqrt(squares[of] / mt_maximum(numbers[of] - 1, 1)) + 1e-6;
+        int64_t group = 1 + r->groups[k];
+        numbers[0] += 1, means[0] += r->rewards[k];
+        numbers[group] += 1, means[group] += r->rewards[k];
     }
-    for (int64_t k = 0; k < count; k++) r->rewards[k] = clip > 0 ? mt_bounded(normed[k], -clip, clip) : normed[k];
-    free(normed);
+    for (int64_t i = 0; i < sets; i++) means[i] /= mt_maximum(numbers[i], 1);
+    for (int64_t k = 0; k < count; k++) {
+        int64_t group = 1 + r->groups[k];
+        squares[0] += (r->rewards[k] - means[0]) * (r->rewards[k] - means[0]);
+        squares[group] += (r->rewards[k] - means[group]) * (r->rewards[k] - means[group]);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        int64_t of_mean = c->norm_mean == MT_REWARD_NORM_GROUP ? 1 + r->groups[k] : 0;
+        int64_t of_std = c->norm_std == MT_REWARD_NORM_GROUP ? 1 + r->groups[k] : 0;
+        if (c->norm_mean != MT_REWARD_NORM_NONE) r->rewards[k] -= means[of_mean];
+        if (c->norm_std != MT_REWARD_NORM_NONE)
+            r->rewards[k] /= sqrt(squares[of_std] / mt_maximum(numbers[of_std] - 1, 1)) + 1e-6;
+        if (clip > 0) r->rewards[k] = mt_bounded(r->rewards[k], -clip, clip);
+    }
+    free(numbers);
 }
 
 /* Responses of a group that compete. */
