@@ -13,39 +13,12 @@ int main(void) {
 #else
 #include <stdlib.h>
 
-enum { ROUNDS = 20, TEXTS = 2, LENGTH = 8192, TOKENS = TEXTS * LENGTH };
+enum { WARM_UPS = 3, ROUNDS = 20, TEXTS = 2, LENGTH = 8192, TOKENS = TEXTS * LENGTH };
 
-static const mt_ops *ops;
-static mt_stream *stream;
+#include "bench_call.h"
+
 static mt_span spans_host[TEXTS];
 static mt_spans spans = {.host = spans_host, .count = TEXTS};
-
-static void *random_bf16(int64_t n) {
-    void *x = ops->memory_alloc(n * 2);
-    ops->random_normal(x, n, (uint64_t)n, 0, 0, 1, MT_BF16, stream);
-    return x;
-}
-
-static int order(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-/* Milliseconds of a call. */
-static double measure(void (*call)(const void *args), const void *args) {
-    double times[ROUNDS];
-    mt_event *from = mt_cuda_event_create(), *to = mt_cuda_event_create();
-    for (int i = -3; i < ROUNDS; i++) {
-        ops->event_record(from, stream);
-        call(args);
-        ops->event_record(to, stream);
-        ops->stream_synchronize(stream);
-        if (i >= 0) times[i] = 1e3 * mt_cuda_event_seconds(from, to);
-    }
-    ops->event_destroy(from), ops->event_destroy(to);
-    qsort(times, ROUNDS, sizeof *times, order);
-    return times[ROUNDS / 2];
-}
 
 static void ssd_forward(const void *args) {
     ops->ssd_forward(args, MT_BF16, stream);
