@@ -3948,7 +3948,7 @@ static double draw_calls(picture *p, double x, double y, double scale, int64_t m
 
 static void draw_serving(const char *folder) {
     picture p = picture_open(folder, "serving", "The steps of a server, with whole prompts and with parts", 900, 390);
-    const double x = 160, scale = 3.3;
+    const double x = 160, scale = 3.25; // a binary fraction: the same picture with and without fused multiply-add
     double whole = draw_calls(&p, x, 60, scale, CALL_LENGTH), parts = draw_calls(&p, x, 240, scale, 12);
     text(&p, 20, 36, START, "Whole prompts: the longest pause of a stream is %.0f tokens", whole);
     text(&p, 20, 216, START, "At most 12 tokens a step: %.0f tokens", parts);

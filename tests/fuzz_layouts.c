@@ -38,6 +38,7 @@
 #define BF16_TOLERANCE   0.05 // a value that rounds to its other neighbour changes later steps
 #define FP8_TOLERANCE    0.1  // the largest difference seen without a fault is 0.02
 #define TIE_TOLERANCE    0.05 // one token of a hundred or more goes to another expert
+#define TIES_TOLERANCE   0.25 // in a narrow type, where several do
 #define GROWTH_TOLERANCE 1e-4 // rounding grows from step to step; the largest difference seen without a fault is 1.4e-5
 
 enum {
@@ -98,12 +99,10 @@ static const row model_rows[] = {
      "--exp-avg-sq-dtype bf16;--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"},
     // In a narrow type a sum of another order soon gives other roundings everywhere. With small steps the runs stay
     // near each other; with 5e-3 gradient norms in fp8 differed by a third after four steps, without any fault.
-    // A norm of the block's small output enlarges the rounding of bf16: in fp32 only, and with fp8. So does it that of
-    // fp32 from step to step: six layers with norms after differed by 2.6e-4 in the fourth step with 5e-3, whose first
-    // agreed to 1.1e-6, and by 5e-6 with 1e-3.
-    {25, "", "--bf16", "--norm-placement both;--norm-placement after"},
+    // A norm of a block's small output divides its rounding by that output: gradient norms of six layers were 137 and
+    // differed by 2e-4 after four steps. The larger epsilon bounds the factor by ten: 5 and 4e-7. fp32 only, and fp8.
+    {25, "", "--bf16", "--norm-placement both --norm-epsilon 0.01;--norm-placement after --norm-epsilon 0.01"},
     {100, "--fp8-format", "", "--lr 3e-4"},
-    {100, "--norm-placement", "--lr", "--lr 1e-3"},
     {100, "--bf16", "--lr", "--lr 3e-4"},
     {100, "-dtype", "--lr", "--lr 3e-4"},
     {100, "", "--lr", "--lr 5e-3"},
@@ -659,6 +658,7 @@ static outcome compare_metrics(const char *path, int64_t from, const config *c, 
     outcome result = AGREES;
     int compared = 0;
     bool chooses_alike = tolerance == TOLERANCE;
+    double tie = chooses_alike ? TIE_TOLERANCE : TIES_TOLERANCE;
     json_object_foreach(expected, iteration, wanted) {
         const json_t *found = json_object_get(actual, iteration);
         if (atoll(iteration) < from) continue;
@@ -667,9 +667,10 @@ static outcome compare_metrics(const char *path, int64_t from, const config *c, 
             double a = json_number_value(other), b = json_number_value(value);
             bool good = json_is_number(value) ? json_is_number(other) && fabs(a - b) <= tolerance * fabs(b)
                                               : json_typeof(value) == (other ? json_typeof(other) : JSON_NULL);
-            bool near = json_is_number(value) && json_is_number(other) &&
-                        (has_experts ? is_routed(key) || fabs(a - b) <= TIE_TOLERANCE * fabs(b)
-                                     : atoll(iteration) > 1 && fabs(a - b) <= GROWTH_TOLERANCE * fabs(b));
+            bool near =
+                json_is_number(value) && json_is_number(other) &&
+                (has_experts ? is_routed(key) || fabs(a - b) <= tie * fabs(b)
+                             : chooses_alike && atoll(iteration) > 1 && fabs(a - b) <= GROWTH_TOLERANCE * fabs(b));
             if (is_measured(key) || (!chooses_alike && is_routed(key))) continue;
             compared++;
             if (good || result >= (near ? NEARLY : FAILED)) continue;
@@ -727,7 +728,7 @@ static outcome try_config(const config *c, mt_error *detail) {
     config again = *c;
     outcome result = try_seed(c, detail);
     if (result == AGREES) detail->text[0] = 0;
-    while (tolerance_of(c) == TOLERANCE && result == NEARLY && ++again.seed < SEEDS) result = try_seed(&again, &other);
+    while (result == NEARLY && ++again.seed < SEEDS) result = try_seed(&again, &other);
     if (result > NEARLY && again.seed > 0) *detail = other;
     return result == NEARLY ? FAILED : result;
 }
