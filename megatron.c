@@ -2212,6 +2212,7 @@ typedef struct mt_attention_task {
     const mt_span *span;
     int64_t head;
     mt_dtype dtype;
+    float *dbias; // [buckets] += in the first half of the backward; NULL: none
 } mt_attention_task;
 
 /* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout factors: word k_index
@@ -2244,6 +2245,16 @@ static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int
     int64_t shift = span->k_len - span->q_len;
     *begin = span->causal ? mt_max(0, j0 - shift) : 0;
     *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
+}
+
+int64_t mt_relative_bucket(const mt_relative_bias *bias, int64_t distance) {
+    int64_t count = bias->bidirectional ? bias->buckets / 2 : bias->buckets, exact = count / 2;
+    int64_t first = bias->bidirectional && distance > 0 ? count : 0;
+    int64_t from = bias->bidirectional && distance > 0 ? distance : mt_max(-distance, 0);
+    if (from < exact) return first + from;
+    // in float, as transformers computes it: a distance at the edge of two buckets is rounded alike
+    float share = logf((float)from / (float)exact) / (float)log((double)bias->max_distance / (double)exact);
+    return first + mt_min(exact + (int64_t)(share * (float)(count - exact)), count - 1);
 }
 
 /* The greatest q_len of a span, the end of all key rows, and the sum of q_len k_len. */
@@ -2292,15 +2303,37 @@ static void mt_attention_load_keys(mt_attention_block *b, const mt_attention_tas
                           call->v_stride, task->dtype);
 }
 
+/* The biases of a block of scores, by distance: that of query i and key j is at [j - i + rows - 1]. */
+typedef struct mt_bias_band {
+    float values[MT_QUERIES + MT_KEYS];
+    int64_t buckets[MT_QUERIES + MT_KEYS];
+} mt_bias_band;
+
+/* Returns `band`, or NULL without a bias. */
+static const mt_bias_band *mt_bias_band_fill(mt_bias_band *band, const mt_attention_task *task, int64_t i0, int64_t j0,
+                                             int64_t rows, int64_t columns) {
+    const mt_attention *call = task->call;
+    int64_t first = j0 - (i0 + rows - 1 + task->span->k_len - task->span->q_len); // distance of the last query, key 0
+    if (!call->bias.w) return NULL;
+    for (int64_t d = 0; d < rows + columns - 1; d++) {
+        int64_t bucket = band->buckets[d] = mt_relative_bucket(&call->bias, first + d);
+        band->values[d] =
+            *mt_row_load(&band->values[d], call->bias.w, bucket * call->num_heads + task->head, 1, task->dtype);
+    }
+    return band;
+}
+
 /* A step of the online softmax over a query's scores p[columns], [begin, end) of them visible: raises the running max,
- * p = exp(scale score - max), adds p to the running sum. Returns the factor that rescales the sums so far. */
-static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
-                                float *sum) {
+ * p = exp(scale score + bias - max), adds p to the running sum; bias[columns], or NULL. Returns the factor that
+ * rescales the sums so far. */
+static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, const float *bias,
+                                float *max, float *sum) {
     float before = *max, top, total = 0;
     begin = mt_max(0, mt_min(begin, columns));
     end = mt_max(begin, mt_min(end, columns));
 #pragma omp simd
     for (int64_t j = begin; j < end; j++) p[j] *= scale;
+    for (int64_t j = begin; bias && j < end; j++) p[j] += bias[j];
     top = mt_row_max(p + begin, end - begin);
     top = top > before ? top : before;
     for (int64_t j = 0; j < begin; j++) p[j] = 0;
@@ -2327,6 +2360,8 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
     mt_attention_block b = {.i0 = i0, .rows = rows};
     mt_attention_load_queries(&b, task, false, q_scratch);
+    mt_bias_band space;
+    const mt_bias_band *band;
     int64_t first, last, begin, end;
     mt_span_keys(span, call->window, i0, &first, &end);
     mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
@@ -2338,10 +2373,12 @@ static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0
         b.j0 = j0, b.columns = columns;
         mt_attention_load_keys(&b, task, q_scratch + MT_QUERIES * D);
         mt_matmul_forward(p, columns, b.q, mt_transposed(b.k), rows, columns, D, false);
+        band = mt_bias_band_fill(&space, task, i0, j0, rows, columns);
         for (int64_t i = 0; i < rows; i++) {
+            const float *bias = band ? band->values + rows - 1 - i : NULL;
             mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
-                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, &max[i], &sum[i]);
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, bias, &max[i], &sum[i]);
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
         if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
@@ -2377,9 +2414,20 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     mt_attention_each_block(a, dtype, mt_scratch_reserve(floats), mt_attention_forward_block);
 }
 
+/* One query's row of the scores with biases, those of the band from `at` on: see mt_attention_backward_scores. */
+static void mt_attention_backward_biased(float *p, float *ds, float *dbias, const mt_bias_band *band, int64_t at,
+                                         int64_t begin, int64_t end, float scale, float lse, float dot) {
+    for (int64_t j = begin; j < end; j++) {
+        p[j] = mt_exp(p[j] * scale + band->values[at + j] - lse);
+        float gradient = p[j] * (ds[j] - dot);
+        if (dbias) dbias[band->buckets[at + j]] += gradient;
+        ds[j] = gradient * scale;
+    }
+}
+
 /* For a block: ds[rows, columns], scale times the gradient of scale q k^T, and p[rows, columns], the probabilities
- * after dropout, the factors of v. */
-static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task,
+ * after dropout, the factors of v. dbias[buckets] += the gradients of the biases, unless it is NULL. */
+static void mt_attention_backward_scores(float *p, float *ds, float *dbias, const mt_attention_task *task,
                                          const mt_attention_block *b) {
     const mt_attention *call = task->call;
     const mt_span *span = task->span;
@@ -2387,6 +2435,8 @@ static void mt_attention_backward_scores(float *p, float *ds, const mt_attention
     mt_matmul(p, columns, b->q, mt_transposed(b->k), rows, columns, call->head_size, false);
     mt_matmul(ds, columns, b->dout, mt_transposed(b->v), rows, columns, call->value_size, false);
     if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    mt_bias_band space;
+    const mt_bias_band *band = mt_bias_band_fill(&space, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
         int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
         float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = call->lse[row], dot = call->row_dot[row];
@@ -2394,10 +2444,14 @@ static void mt_attention_backward_scores(float *p, float *ds, const mt_attention
         begin = mt_max(0, mt_min(begin - j0, columns));
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
+        if (band) {
+            mt_attention_backward_biased(p_row, ds_row, dbias, band, rows - 1 - i, begin, end, call->scale, lse, dot);
+        } else {
 #pragma omp simd
-        for (int64_t j = begin; j < end; j++) {
-            p_row[j] = mt_exp(p_row[j] * call->scale - lse);
-            ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
+            for (int64_t j = begin; j < end; j++) {
+                p_row[j] = mt_exp(p_row[j] * call->scale - lse);
+                ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
+            }
         }
         for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
     }
@@ -2436,7 +2490,7 @@ static void mt_attention_backward_queries(const mt_attention_task *task, int64_t
     for (b.j0 = first; b.j0 < last; b.j0 += MT_KEYS) {
         b.columns = mt_min(MT_KEYS, last - b.j0);
         mt_attention_load_keys(&b, task, k_scratch);
-        mt_attention_backward_scores(p, ds, task, &b);
+        mt_attention_backward_scores(p, ds, task->dbias, task, &b);
         mt_matmul(sums, D, (mt_matrix){.data = ds, .stride = b.columns}, b.k, rows, D, b.columns, true);
     }
     for (int64_t i = 0; i < rows; i++) {
@@ -2460,7 +2514,7 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
     for (b.i0 = begin; b.i0 < end; b.i0 += MT_QUERIES) {
         b.rows = mt_min(MT_QUERIES, end - b.i0);
         mt_attention_load_queries(&b, task, true, q_scratch);
-        mt_attention_backward_scores(p, ds, task, &b);
+        mt_attention_backward_scores(p, ds, NULL, task, &b);
         mt_matmul(dv_sums, Dv, p_columns, b.dout, columns, Dv, b.rows, true);
         mt_matmul(dk_sums, D, ds_columns, b.q, columns, D, b.rows, true);
     }
@@ -2490,11 +2544,32 @@ static void mt_attention_backward_group(mt_attention_task *task, int64_t group, 
     }
 }
 
+/* The first half with gradients of biases: a task is a head, so that it adds all of them in order. */
+static void mt_attention_backward_heads(const mt_attention *a, mt_dtype dtype, mt_scratch scratch) {
+    int64_t heads = a->num_heads, buckets = a->bias.buckets;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t head = 0; head < heads; head++) {
+        float *dbias = mt_scratch_slice(scratch);
+        memset(dbias, 0, (size_t)buckets * sizeof *dbias);
+        for (int64_t s = 0; s < a->spans.count; s++) {
+            mt_attention_task task = {
+                .call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype, .dbias = dbias};
+            for (int64_t i0 = 0; i0 < task.span->q_len; i0 += MT_QUERIES)
+                mt_attention_backward_queries(&task, i0, dbias + buckets);
+        }
+        for (int64_t bucket = 0; bucket < buckets; bucket++) a->bias.dw[bucket * heads + head] += dbias[bucket];
+    }
+}
+
 static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size, Dv = a->value_size;
+    int64_t D = a->head_size, Dv = a->value_size, buckets = a->bias.w && a->bias.dw ? a->bias.buckets : 0;
+    int64_t floats = (2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS;
     mt_spans_extent extent = mt_spans_measure(&a->spans);
-    mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
-    mt_attention_each_block(a, dtype, scratch, mt_attention_backward_queries);
+    mt_scratch scratch = mt_scratch_reserve(buckets + floats);
+    if (buckets > 0)
+        mt_attention_backward_heads(a, dtype, scratch);
+    else
+        mt_attention_each_block(a, dtype, scratch, mt_attention_backward_queries);
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * a->num_heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
         for (int64_t group = 0; group < a->num_groups; group++) {

@@ -1356,6 +1356,19 @@ typedef struct mt_pages {
     int64_t count;        // pages in k and v
 } mt_pages;
 
+/* A bias of scores by the distance of key and query (Raffel et al., "Exploring the limits of transfer learning with a
+ * unified text-to-text transformer", 2.1): near distances have a bucket each, others share buckets by their logarithm,
+ * and all from max_distance on share the last one. */
+typedef struct mt_relative_bias {
+    const void *w;                 // [buckets, H] in the type of q; NULL: no bias
+    float *dw;                     // [buckets, H] +=; NULL: frozen
+    int64_t buckets, max_distance; // max_distance is more than the distances that have a bucket each
+    bool bidirectional;            // later keys have half of the buckets; else they are in that of distance 0
+} mt_relative_bias;
+
+/* The bucket of a key `distance` tokens behind its query (negative: before it). */
+int64_t mt_relative_bucket(const mt_relative_bias *bias, int64_t distance);
+
 /* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
  * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least the integer part of p 2^32. */
@@ -1373,7 +1386,8 @@ typedef struct mt_attention {
     mt_spans spans; // of queries and keys
     mt_pages pages; // of the keys; the forward only
     int64_t window;
-    float scale; // of q k^T
+    float scale;           // of q k^T
+    mt_relative_bias bias; // added to scale q k^T: row j - (i + k_len - q_len) of key j and query i of a span
     mt_attention_backend backend;
     mt_dropout dropout;
     bool has_sink;                    // these three are not for the operations: see mt_attend_forward

@@ -701,7 +701,20 @@ typedef struct attention_shape {
     double dropout;
     int64_t first_head;
     int64_t window;
+    int64_t buckets, max_distance; // of a bias by distance; 0: none
+    bool bidirectional;
 } attention_shape;
+
+/* The bucket of a distance by its definition, in float64: the first `exact` distances each have one. */
+static int64_t bucket_reference(const attention_shape *s, int64_t distance) {
+    int64_t count = s->bidirectional ? s->buckets / 2 : s->buckets, exact = count / 2, first = 0;
+    int64_t from = distance < 0 ? -distance : s->bidirectional ? distance : 0;
+    if (s->bidirectional && distance > 0) first = count;
+    if (from < exact) return first + from;
+    double place = log((double)from / (double)exact) / log((double)s->max_distance / (double)exact);
+    int64_t shared = exact + (int64_t)(place * (double)(count - exact) + 1e-9);
+    return first + (shared < count ? shared : count - 1);
+}
 
 static int64_t query_name(int64_t row) {
     return 1000 + row * 7;
@@ -720,10 +733,12 @@ static double attention_kept(const attention_shape *s, int64_t head, int64_t q_r
     return words[key & 3] >= s->dropout * 4294967296.0 ? 1 / (1 - s->dropout) : 0;
 }
 
-/* in = q[Tq, H, D], k[Tk, G, D], v[Tk, G, Dv]; out[Tq, H, Dv], then lse[Tq, H]; 0 for rows in no span. scale 0.3. */
+/* in = q[Tq, H, D], k[Tk, G, D], v[Tk, G, Dv], bias[buckets, H]; out[Tq, H, Dv], then lse[Tq, H]; 0 for rows in no
+ * span. scale 0.3. */
 static void attention_reference(double *out, const double *in, const void *shape) {
     const attention_shape *s = shape;
     const double *q = in, *k = q + s->Tq * s->H * s->D, *v = k + s->Tk * s->G * s->D;
+    const double *bias = v + s->Tk * s->G * s->Dv;
     double *lse = out + s->Tq * s->H * s->Dv, scores[1024];
     memset(out, 0, (size_t)(s->Tq * s->H * (s->Dv + 1)) * 8);
     for (int64_t n = 0; n < s->num_spans; n++)
@@ -737,7 +752,8 @@ static void attention_reference(double *out, const double *in, const void *shape
                     double dot = 0;
                     for (int64_t d = 0; d < s->D && seen; d++)
                         dot += q[(row * s->H + h) * s->D + d] * k[((span->k_start + j) * s->G + g) * s->D + d];
-                    scores[j] = seen ? exp(0.3 * dot) : 0;
+                    double added = s->buckets > 0 ? bias[bucket_reference(s, j - last) * s->H + h] : 0;
+                    scores[j] = seen ? exp(0.3 * dot + added) : 0;
                     sum += scores[j];
                 }
                 lse[row * s->H + h] = log(sum);
@@ -771,7 +787,8 @@ static void assert_lse(const attention_shape *s, matrix *lse, const double *want
 }
 
 static void check_attention(const attention_shape *s, mt_dtype dtype) {
-    int64_t n_q = s->Tq * s->H * s->D, n_k = s->Tk * s->G * s->D, n_v = s->Tk * s->G * s->Dv, n_in = n_q + n_k + n_v;
+    int64_t n_q = s->Tq * s->H * s->D, n_k = s->Tk * s->G * s->D, n_v = s->Tk * s->G * s->Dv;
+    int64_t n_bias = s->buckets * s->H, n_in = n_q + n_k + n_v + n_bias;
     int64_t n_out = s->Tq * s->H * s->Dv, n_lse = s->Tq * s->H, *names = mt_malloc((s->Tq + s->Tk) * 8);
     double *in = random_values(n_in), *dout = random_values(n_out + n_lse), *got = zeros(n_out), *grad = zeros(n_in);
     double *want = zeros(n_out + n_lse);
@@ -794,12 +811,17 @@ static void check_attention(const attention_shape *s, mt_dtype dtype) {
                          .dropout = {s->dropout, 99},
                          .first_head = s->first_head,
                          .q_index = names,
-                         .k_index = names + s->Tq};
+                         .k_index = names + s->Tq,
+                         .bias = {NULL, NULL, s->buckets, s->max_distance, s->bidirectional}};
     matrix q = matrix_from(in, s->Tq, s->H * s->D, call.q_stride, dtype);
     matrix k = matrix_from(in + n_q, s->Tk, s->G * s->D, call.k_stride, dtype);
     matrix v = matrix_from(in + n_q + n_k, s->Tk, s->G * s->Dv, call.v_stride, dtype);
     matrix out = matrix_new(s->Tq, s->H * s->Dv, call.out_stride, dtype), lse = matrix_new(s->Tq, s->H, s->H, MT_F32);
+    matrix bias = matrix_from(in + n_q + n_k + n_v, s->buckets, s->H, s->H, dtype);
+    matrix dbias = matrix_new(s->buckets, s->H, s->H, MT_F32);
     call.q = q.data, call.k = k.data, call.v = v.data, call.out = out.data, call.lse = (float *)lse.data;
+    if (n_bias > 0) call.bias.w = bias.data, call.bias.dw = (float *)dbias.data;
+    memset(dbias.data, 0, (size_t)n_bias * 4);
     ops->attention_forward(&call, dtype, NULL);
     matrix dout_m = matrix_from(dout, s->Tq, s->H * s->Dv, call.out_stride, dtype);
     matrix dq = matrix_new(s->Tq, s->H * s->D, call.q_stride, dtype);
@@ -815,36 +837,109 @@ static void check_attention(const attention_shape *s, mt_dtype dtype) {
     matrix_take_rows(&dq, grad, queries);
     matrix_take_rows(&dk, grad + n_q, keys);
     matrix_take_rows(&dv, grad + n_q + n_k, keys);
+    matrix_take(&dbias, n_bias > 0 ? grad + n_q + n_k + n_v : NULL);
     assert_gradient("attention", grad, attention_reference, s, in, n_in, dout, n_out + n_lse, dtype);
     matrix_take(&q, NULL), matrix_take(&k, NULL), matrix_take(&v, NULL), matrix_take(&dout_m, NULL);
-    matrix_take(&row_dot, NULL);
+    matrix_take(&row_dot, NULL), matrix_take(&bias, NULL);
     free(names), free(in), free(dout), free(got), free(grad), free(want), free(queries), free(keys);
 }
 
 static void attention_matches_float64_and_finite_differences(void **state) {
     (void)state;
     static const attention_shape shapes[] = {
-        {1, 1, 8, 8, 1, 1, 1, {{0, 1, 0, 1, true}}, 0, 0, 0},
-        {3, 3, 16, 16, 13, 13, 1, {{0, 13, 0, 13, true}}, 0, 0, 0},
-        {4, 2, 8, 8, 15, 15, 3, {{0, 5, 0, 5, true}, {5, 7, 5, 7, true}, {13, 1, 13, 1, true}}, 0, 0, 0},
-        {4, 1, 8, 8, 11, 11, 1, {{0, 11, 0, 11, true}}, 0, 0, 3},
-        {2, 1, 8, 8, 2, 20, 2, {{0, 1, 0, 9, true}, {1, 1, 10, 7, true}}, 0, 0, 4}, // decoding
-        {2, 1, 8, 8, 7, 12, 1, {{1, 5, 1, 10, true}}, 0, 0, 0},                     // prefill after a prefix
-        {2, 2, 24, 16, 9, 6, 1, {{0, 9, 0, 6, false}}, 0, 0, 0},                    // Dv != D, all see all
-        {2, 1, 8, 12, 8, 8, 2, {{0, 4, 0, 4, true}, {4, 4, 0, 8, true}}, 0, 0, 0},  // spans that share keys
-        {2, 1, 8, 8, 8, 8, 2, {{4, 4, 2, 6, true}, {0, 4, 0, 4, false}}, 0, 0, 2},  // the same, out of order
-        {1, 1, 8, 8, 9, 4, 1, {{0, 9, 0, 4, true}}, 0, 0, 0},                       // rows that see no key
-        {1, 1, 8, 8, 4, 6, 3, {{0, 3, 0, 3, true}, {3, 0, 3, 2, true}, {3, 1, 6, 0, true}}, 0, 0, 0}, // empty
-        {2, 2, 256, 256, 3, 3, 1, {{0, 3, 0, 3, true}}, 0, 0, 0},
-        {3, 1, 8, 8, 12, 12, 1, {{0, 12, 0, 12, true}}, 0.3, 5, 0},
-        {2, 2, 8, 8, 10, 10, 2, {{0, 3, 0, 3, true}, {3, 7, 3, 7, false}}, 0.5, 0, 0},
-        {2, 1, 8, 8, 299, 299, 2, {{0, 160, 0, 160, true}, {163, 136, 163, 136, true}}, 0, 0, 0},
-        {1, 1, 16, 8, 200, 333, 1, {{0, 200, 0, 333, true}}, 0.1, 0, 0},
-        {2, 1, 8, 8, 300, 300, 1, {{0, 300, 0, 300, true}}, 0, 0, 70},
-        {1, 1, 8, 8, 70, 200, 1, {{0, 70, 0, 200, false}}, 0, 0, 30},
+        {1, 1, 8, 8, 1, 1, 1, {{0, 1, 0, 1, true}}, 0, 0, 0, 0, 0, false},
+        {3, 3, 16, 16, 13, 13, 1, {{0, 13, 0, 13, true}}, 0, 0, 0, 0, 0, false},
+        {4, 2, 8, 8, 15, 15, 3, {{0, 5, 0, 5, true}, {5, 7, 5, 7, true}, {13, 1, 13, 1, true}}, 0, 0, 0, 0, 0, false},
+        {4, 1, 8, 8, 11, 11, 1, {{0, 11, 0, 11, true}}, 0, 0, 3, 0, 0, false},
+        {2, 1, 8, 8, 2, 20, 2, {{0, 1, 0, 9, true}, {1, 1, 10, 7, true}}, 0, 0, 4, 0, 0, false}, // decoding
+        {2, 1, 8, 8, 7, 12, 1, {{1, 5, 1, 10, true}}, 0, 0, 0, 0, 0, false},  // prefill after a prefix
+        {2, 2, 24, 16, 9, 6, 1, {{0, 9, 0, 6, false}}, 0, 0, 0, 0, 0, false}, // Dv != D, all see all
+        {2, 1, 8, 12, 8, 8, 2, {{0, 4, 0, 4, true}, {4, 4, 0, 8, true}}, 0, 0, 0, 0, 0, false}, // spans that share keys
+        {2, 1, 8, 8, 8, 8, 2, {{4, 4, 2, 6, true}, {0, 4, 0, 4, false}}, 0, 0, 2, 0, 0, false}, // the same, out of
+                                                                                                // order
+        {1, 1, 8, 8, 9, 4, 1, {{0, 9, 0, 4, true}}, 0, 0, 0, 0, 0, false},                      // rows that see no key
+        {1,
+         1,
+         8,
+         8,
+         4,
+         6,
+         3,
+         {{0, 3, 0, 3, true}, {3, 0, 3, 2, true}, {3, 1, 6, 0, true}},
+         0,
+         0,
+         0,
+         0,
+         0,
+         false}, // empty
+        {2, 2, 256, 256, 3, 3, 1, {{0, 3, 0, 3, true}}, 0, 0, 0, 0, 0, false},
+        {3, 1, 8, 8, 12, 12, 1, {{0, 12, 0, 12, true}}, 0.3, 5, 0, 0, 0, false},
+        {2, 2, 8, 8, 10, 10, 2, {{0, 3, 0, 3, true}, {3, 7, 3, 7, false}}, 0.5, 0, 0, 0, 0, false},
+        {2, 1, 8, 8, 299, 299, 2, {{0, 160, 0, 160, true}, {163, 136, 163, 136, true}}, 0, 0, 0, 0, 0, false},
+        {1, 1, 16, 8, 200, 333, 1, {{0, 200, 0, 333, true}}, 0.1, 0, 0, 0, 0, false},
+        {2, 1, 8, 8, 300, 300, 1, {{0, 300, 0, 300, true}}, 0, 0, 70, 0, 0, false},
+        {1, 1, 8, 8, 70, 200, 1, {{0, 70, 0, 200, false}}, 0, 0, 30, 0, 0, false},
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int d = 0; d < 2; d++) check_attention(&shapes[i], both[d]);
+}
+
+/* Relative biases of T5: both directions and one, distances beyond the last bucket, keys before the queries as in
+ * decoding, blocks of queries and keys, dropout, windows. */
+static void biases_by_distance_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const attention_shape shapes[] = {
+        {2, 2, 8, 8, 13, 13, 1, {{0, 13, 0, 13, false}}, 0, 0, 0, 8, 7, true},
+        {2, 2, 8, 8, 13, 13, 1, {{0, 13, 0, 13, true}}, 0, 0, 0, 8, 7, false},
+        {4,
+         2,
+         8,
+         12,
+         15,
+         15,
+         3,
+         {{0, 5, 0, 5, false}, {5, 7, 5, 7, false}, {13, 1, 13, 1, false}},
+         0,
+         0,
+         0,
+         6,
+         9,
+         true},
+        {2, 1, 8, 8, 2, 20, 2, {{0, 1, 0, 9, true}, {1, 1, 10, 7, true}}, 0, 0, 0, 8, 24, false}, // decoding
+        {3, 3, 8, 8, 12, 12, 1, {{0, 12, 0, 12, true}}, 0.3, 5, 4, 4, 5, false},
+        {1, 1, 8, 8, 150, 150, 1, {{0, 150, 0, 150, false}}, 0, 0, 0, 32, 128, true},
+        {1, 1, 8, 8, 70, 200, 1, {{0, 70, 0, 200, true}}, 0, 0, 0, 32, 128, false},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 2; d++) check_attention(&shapes[i], both[d]);
+}
+
+/* Runs of distances in one bucket, by transformers' T5Attention. */
+typedef struct bucket_runs {
+    int64_t buckets, max_distance;
+    bool bidirectional;
+    int count;
+    struct {
+        int64_t first, bucket;
+    } runs[64];
+} bucket_runs;
+
+static void buckets_of_distances_equal_transformers(void **state) {
+    static const bucket_runs cases[] = {
+#include "golden/t5/buckets.h"
+    };
+    (void)state;
+    for (const bucket_runs *c = cases; c < cases + sizeof cases / sizeof *cases; c++) {
+        mt_relative_bias bias = {NULL, NULL, c->buckets, c->max_distance, c->bidirectional};
+        int run = 0;
+        for (int64_t distance = -200; distance <= 200; distance++) {
+            if (run + 1 < c->count && c->runs[run + 1].first == distance) run++;
+            int64_t got = mt_relative_bucket(&bias, distance), want = c->runs[run].bucket;
+            if (got != want)
+                fail_msg("%lld buckets up to %lld: distance %lld is in %lld, not %lld", (long long)c->buckets,
+                         (long long)c->max_distance, (long long)distance, (long long)got, (long long)want);
+        }
+    }
 }
 
 /* Keys in pages, shuffled and shared by two spans, give the attention of the same keys in order. Rows of the cache that
@@ -2087,6 +2182,8 @@ int main(void) {
         cmocka_unit_test(adamw_scales_fp16_and_fp8_states),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(rows_are_copied_between_strides),
+        cmocka_unit_test(biases_by_distance_match_float64_and_finite_differences),
+        cmocka_unit_test(buckets_of_distances_equal_transformers),
         cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(a_nan_in_attention_stays_a_nan),
