@@ -120,11 +120,12 @@ static void answer_prompts(mt_inference *r) {
         mt_inference_check(r, mt_inference_begin_prompt(r, &prompts, s / each, &sequences[s], s, &error), &error);
         longest = mt_max(longest, sequences[s].max_tokens);
         prompt_tokens += s % each == 0 ? sequences[s].num_prompt : 0;
+        r->max_inputs = mt_max(r->max_inputs, sequences[s].num_inputs);
     }
     check_out(r);
     mt_inference_open_generator(r, count / each, longest, prompt_tokens);
     if (r->is_first && o->out) mt_new_file_note(o->out, "--out");
-    generate(r, sequences, count, true);
+    generate(r, sequences, count, r->max_inputs == 0); // a decoder's text does not hold its input
     if (o->out) write_responses(r, sequences, count);
     forget(r, sequences, count);
     mt_samples_free(&prompts);
@@ -140,6 +141,7 @@ static bool answer_lines(mt_inference *r) {
     int64_t bytes;
     bool all = true, terminal = r->is_first && isatty(STDIN_FILENO);
     if (r->context > INTERACTIVE_CONTEXT) r->context = INTERACTIVE_CONTEXT;
+    if (r->options.stack.decoder_num_layers > 0) r->max_inputs = r->context;
     mt_inference_open_generator(r, 1, r->context, r->context);
     if (r->grid.world.size > 1) setvbuf(stdin, NULL, _IONBF, 0); // poll does not see input that stdio has read ahead
     for (int64_t id = 0;; id++) {

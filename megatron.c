@@ -56,6 +56,7 @@
  *   §19  sparse attention
  *   §19a its kernels
  *   §19b the mixer
+ *   §20  encoder and decoder
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -2719,6 +2720,14 @@ static inline float mt_gelu_tanh(float a, float x) {
 static inline float mt_gelu_tanh_slope(float a, float x) {
     float s = mt_sigmoid(mt_gelu_u2(x)), slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * x * x);
     return a * (s + x * s * (1.0f - s) * slope);
+}
+
+static inline float mt_relu(float a, float x) {
+    return a * (x < 0 ? 0 : x); // NaN stays
+}
+
+static inline float mt_relu_slope(float a, float x) {
+    return a * (x < 0 ? 0 : 1);
 }
 
 static inline float mt_squared_relu(float a, float x) {
@@ -6300,6 +6309,7 @@ typedef struct mt_layer {
     mt_weight mamba_conv_bias;    // [x, B and C]
     mt_weight mamba_norm;         // [heads, channels]
     mt_weight mamba_d;            // [heads]
+    mt_linear cross_q, cross_kv;  // cross attention: C -> H D; C -> G (D + Dv), of the encoder's output
     mt_linear o;                  // H Dv -> C
     mt_norm attention_out_norm;   // of the output of attention
     mt_norm mlp_norm;
@@ -6317,6 +6327,8 @@ typedef struct mt_layer {
 /* Parameters outside the layers. With tied embeddings, the head is word_embedding. */
 typedef struct mt_outer {
     mt_weight word_embedding, position_embedding;
+    mt_weight relative[2]; // [buckets, H] biases by distance: of the decoder; of the encoder
+    mt_norm encoder_norm;
     mt_norm final_norm;
     mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
@@ -6365,6 +6377,13 @@ static const mt_mixer_kind mt_variant_mixers[] = {
     [MT_VARIANT_KDA] = MT_MIXER_KDA,
 };
 
+/* The layer of an encoder-decoder. */
+static void mt_layer_kind_of_half(mt_layer_kind *kind, const mt_options *o, int64_t layer) {
+    int64_t row = layer - o->encoder_num_layers; // of the decoder
+    kind->of_encoder = row < 0;
+    if (row >= 0 && row % 2 == 1) kind->mixer = MT_MIXER_CROSS_ATTENTION;
+}
+
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
     bool of_module = o->hybrid_layers && o->mtp_hybrid_layers && layer >= o->num_layers;
@@ -6377,9 +6396,12 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
     if (o->experimental_attention_variant == MT_VARIANT_DSA) kind.mixer = MT_MIXER_SPARSE_ATTENTION;
     kind.shares_indices = mt_shares_indices(o, layer);
+    if (o->decoder_num_layers > 0) mt_layer_kind_of_half(&kind, o, layer);
     if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
     kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
+    if (o->decoder_num_layers > 0 && !kind.of_encoder && kind.mixer == MT_MIXER_ATTENTION)
+        kind.feed_forward = MT_FEED_FORWARD_NONE;
     if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
     if (of_module) { // its halves
         bool has_mlp = strchr(o->mtp_hybrid_layers, '-') != NULL, visits = strchr(o->mtp_hybrid_layers, 'E') != NULL;
@@ -6427,7 +6449,8 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
     return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
-           a.groups == b.groups && a.softmax == b.softmax && a.shares_indices == b.shares_indices;
+           a.groups == b.groups && a.softmax == b.softmax && a.shares_indices == b.shares_indices &&
+           a.of_encoder == b.of_encoder;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -6453,6 +6476,7 @@ static int64_t mt_expert_channels(const mt_options *o) {
     X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
     X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
     X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(BUCKETS, o->relative_attention_num_buckets, "--relative-attention-num-buckets")                                  \
     X(H, o->num_attention_heads, "--num-attention-heads")                                                              \
     X(D, o->kv_channels, "--kv-channels")                                                                              \
     X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
@@ -6501,6 +6525,9 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
  * decides on each. A message about a parameter with several names the first one's. */
 #define MT_CONDITIONS(X)                                                                                               \
     X(LEARNED_POSITIONS, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, "--position-embedding-type")      \
+    X(RELATIVE, o->position_embedding_type == MT_POSITION_RELATIVE, "--position-embedding-type")                       \
+    X(ENCODER, o->decoder_num_layers > 0, "--decoder-num-layers")                                                      \
+    X(CROSS, mixer == MT_MIXER_CROSS_ATTENTION, "--decoder-num-layers")                                                \
     X(LM_HEAD, o->untie_embeddings_and_output_weights && o->head_type == MT_HEAD_LM,                                   \
       "--untie-embeddings-and-output-weights")                                                                         \
     X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
@@ -6575,6 +6602,7 @@ enum {
     MT_NAMES_GRANITE,
     MT_NAMES_MIMO_V2,
     MT_NAMES_KIMI_LINEAR,
+    MT_NAMES_T5,
     MT_NUM_NAMES
 };
 
@@ -6613,7 +6641,8 @@ typedef enum mt_param_kind {
     MT_GATED_NORM,   // one weight for all value heads, never 1 + weight
     MT_CHANNEL_NORM, // a number of each channel of the heads, likewise
     MT_SKIPS,        // a number of each head
-    MT_TIME_STEPS    // likewise
+    MT_TIME_STEPS,   // likewise
+    MT_BIAS_TABLE    // a number of each bucket and query head
 } mt_param_kind;
 
 static const struct {
@@ -6647,6 +6676,7 @@ static const struct {
     [MT_CHANNEL_NORM] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_SKIPS] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_TIME_STEPS] = {MT_CUT_ROWS, MT_INIT_TIME_STEP, MT_GRADIENT_WHOLE, 0},
+    [MT_BIAS_TABLE] = {MT_CUT_COLS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
 };
 
 typedef struct mt_role_row {
@@ -6679,9 +6709,9 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
-    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0,
-               "model.embed_tokens.weight", [MT_NAMES_GPT2] = "transformer.wte.weight",
-               [MT_NAMES_REPEATED] = "embed_tokens.weight", [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight"),
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               [MT_NAMES_GPT2] = "transformer.wte.weight", [MT_NAMES_REPEATED] = "embed_tokens.weight",
+               [MT_NAMES_NEMOTRON_H] = "backbone.embeddings.weight", [MT_NAMES_T5] = "shared.weight"),
     MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
                0, "model.embed_positions.weight", [MT_NAMES_GPT2] = "transformer.wpe.weight"),
     /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
@@ -6698,17 +6728,27 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(INDEXER_WEIGHTS, LAYER, REPLICATED, INDEXER_HEADS, C, indexer_weights.weight, MT_HAS(INDEXER), 0,
             "self_attn.indexer.weights_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION), "self_attn.q_proj.weight",
-            [MT_NAMES_GPT2] = "attn.c_attn.weight", [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight"),
-    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+            "self_attn.q_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
+            [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight", [MT_NAMES_T5] = "SelfAttention.q.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
              "self_attn.k_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
-             [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION),
+             [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight", [MT_NAMES_T5] = "SelfAttention.k.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
              "self_attn.v_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
-             [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION),
-            "self_attn.o_proj.weight", [MT_NAMES_GPT2] = "attn.c_proj.weight",
-            [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight"),
+             [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight", [MT_NAMES_T5] = "SelfAttention.v.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION) | MT_HAS(CROSS), "self_attn.o_proj.weight",
+            [MT_NAMES_GPT2] = "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight",
+            [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight", [MT_NAMES_T5] = "SelfAttention.o.weight"),
+    /* cross attention */
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, cross_q.weight, MT_HAS(CROSS), 0,
+            "cross_attn.q_proj.weight", [MT_NAMES_T5] = "EncDecAttention.q.weight"),
+    MT_ROLE(K, LAYER, COLUMN_KV, GD, C, cross_kv.weight, MT_HAS(CROSS), 0,
+            "cross_attn.k_proj.weight", [MT_NAMES_T5] = "EncDecAttention.k.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, cross_kv.weight, MT_HAS(CROSS), 0,
+             "cross_attn.v_proj.weight", [MT_NAMES_T5] = "EncDecAttention.v.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(CROSS), 0,
+            "cross_attn.o_proj.weight", [MT_NAMES_T5] = "EncDecAttention.o.weight"),
     /* gated delta net */
     MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
@@ -6754,15 +6794,16 @@ static const mt_role_row mt_role_rows[] = {
     /* MLP, or shared expert and router */
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
             [MT_NAMES_LFM2] = "feed_forward.w1.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate_proj.weight"),
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.gate_proj.weight", [MT_NAMES_T5] = "DenseReluDense.wi_0.weight"),
     MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(NO_MLP),
              "mlp.up_proj.weight", [MT_NAMES_GPT2] = "mlp.c_fc.weight", [MT_NAMES_LFM2] = "feed_forward.w3.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.up_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.input_linear.weight",
-             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.up_proj.weight"),
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.up_proj.weight",
+             [MT_NAMES_T5] = "DenseReluDense.wi_1.weight"), // without a gate wi: see mt_param_set_name
     MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(NO_MLP),
             "mlp.down_proj.weight", [MT_NAMES_GPT2] = "mlp.c_proj.weight", [MT_NAMES_LFM2] = "feed_forward.w2.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.down_proj.weight", [MT_NAMES_GRANITE] = "shared_mlp.output_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.down_proj.weight"),
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.down_proj.weight", [MT_NAMES_T5] = "DenseReluDense.wo.weight"),
     MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(GATED), 0,
             "mlp.shared_experts.gate_proj.weight", [MT_NAMES_QWEN2_MOE] = "mlp.shared_expert.gate_proj.weight",
             [MT_NAMES_HY_V3] = "mlp.shared_mlp.gate_proj.weight",
@@ -6826,7 +6867,7 @@ static const mt_role_row mt_role_rows[] = {
     /* vectors */
     MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
             "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
-            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
     MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
             MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
     MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
@@ -6836,7 +6877,7 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
             MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
             "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
-            [MT_NAMES_NEMOTRON_H] = "norm.weight"),
+            [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
             MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
@@ -6936,13 +6977,22 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(SEQUENCE_HEAD), 0, "score.weight"),
     MT_OUTSIDE(SCORE, OUTPUT, REPLICATED, ONE, C, head.weight, MT_HAS(TOKEN_HEAD), 0,
                "score.weight", [MT_NAMES_GPT2] = "classifier.weight"),
-    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0,
-               "model.norm.weight", [MT_NAMES_GPT2] = "transformer.ln_f.weight",
-               [MT_NAMES_LFM2] = "model.embedding_norm.weight", [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm.weight, 0, 0, "model.norm.weight",
+               [MT_NAMES_GPT2] = "transformer.ln_f.weight", [MT_NAMES_LFM2] = "model.embedding_norm.weight",
+               [MT_NAMES_NEMOTRON_H] = "backbone.norm_f.weight", [MT_NAMES_T5] = "decoder.final_layer_norm.weight"),
     MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm.bias, MT_HAS(LAYERNORM), 0,
                "model.norm.bias", [MT_NAMES_GPT2] = "transformer.ln_f.bias"),
     MT_OUTSIDE(SCORE_BIAS, OUTPUT, NORM_BIAS, ONE, ONE, head.bias, MT_HAS(TOKEN_HEAD), 0,
                "score.bias", [MT_NAMES_GPT2] = "classifier.bias"),
+    /* an encoder-decoder */
+    MT_OUTSIDE(ENCODER_RELATIVE, ENCODER_RELATIVE, BIAS_TABLE, BUCKETS, H, relative[true], MT_HAS(RELATIVE), 0,
+               "encoder.relative_attention_bias.weight",
+               [MT_NAMES_T5] = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    MT_OUTSIDE(DECODER_RELATIVE, DECODER_RELATIVE, BIAS_TABLE, BUCKETS, H, relative[false], MT_HAS(RELATIVE), 0,
+               "decoder.relative_attention_bias.weight",
+               [MT_NAMES_T5] = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    MT_OUTSIDE(ENCODER_NORM, ENCODER_OUTPUT, NORM, C, ONE, encoder_norm.weight, MT_HAS(ENCODER), 0,
+               "encoder.norm.weight", [MT_NAMES_T5] = "encoder.final_layer_norm.weight"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
@@ -7002,8 +7052,19 @@ static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64
     return module * halves + (is_last ? halves - 1 : 0);
 }
 
+/* The prefix of a parameter of T5: its layers have a number of each half, and their blocks, with their norms, are
+ * layers of a block. */
+static void mt_param_name_t5_layer(char prefix[64], const mt_options *o, const mt_role_row *row, int64_t layer) {
+    int64_t decoder = layer - o->encoder_num_layers; // two of ours are one of its
+    bool is_feed_forward = row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
+    int64_t mixers = decoder < 0 ? 1 : 2, block = is_feed_forward ? mixers : decoder < 0 ? 0 : decoder % 2;
+    snprintf(prefix, 64, "%s.block.%lld.layer.%lld.", decoder < 0 ? "encoder" : "decoder",
+             (long long)(decoder < 0 ? layer : decoder / 2), (long long)block);
+}
+
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
+    bool of_t5 = table->family->names == MT_NAMES_T5;
     mt_hf_family family = table->options->hf_family;
     bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
@@ -7014,9 +7075,12 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
     else if (module >= 0 && table->family->names == MT_NAMES_NEMOTRON_H)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)mt_module_half(table->options, row, module));
+    else if (param->layer >= 0 && of_t5)
+        mt_param_name_t5_layer(layer, table->options, row, param->layer);
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
     snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
@@ -7106,6 +7170,12 @@ static bool mt_row_decays(const mt_options *o, const mt_role_row *row) {
     return row->cols != MT_DIM_ONE || (is_head_norm && o->apply_wd_to_qk_layernorm);
 }
 
+/* Layers of the half of an encoder-decoder that a layer is in, or of the model. */
+static int64_t mt_layers_of_half(const mt_options *o, int64_t layer) {
+    if (o->decoder_num_layers == 0) return o->num_layers;
+    return layer < o->encoder_num_layers ? o->encoder_num_layers : o->decoder_num_layers;
+}
+
 /* Appends a row. `continues`: it follows the one before without a gap. */
 static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
@@ -7117,12 +7187,14 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->is_vector = row->cols == MT_DIM_ONE, param->weight_decay = mt_row_decays(o, row);
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
-                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS;
+                       row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS &&
+                       row->kind != MT_BIAS_TABLE;
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
     param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(KDA);
     if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
-    param->init_std = o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->init_std =
+        o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)mt_layers_of_half(o, layer)) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
     param->gradient = mt_param_kinds[row->kind].gradient;
     param->linear = row->unit == MT_UNIT_EXPERTS ? MT_LINEAR_GROUPED : mt_param_kinds[row->kind].linear;
@@ -7197,8 +7269,12 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
     for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
-        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
-        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
+        int64_t layer = stage->first_layer + i, decoder = table->options->encoder_num_layers; // the first of it
+        if (i == 0 || layer == decoder)
+            mt_params_add_bucket(table, layer < decoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+        mt_params_add_bucket(table, MT_UNIT_LAYER, layer);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, layer);
+        if (layer + 1 == decoder) mt_params_add_bucket(table, MT_UNIT_ENCODER_OUTPUT, -1);
     }
     if (!stage->loss) return;
     if (!has_embedding && (mt_options_tied(table->options) || stage->num_mtp > 0)) {
@@ -7336,7 +7412,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
 typedef struct mt_batch_block {
     int32_t *cache_rows, *logit_rows; // these three: for decoding
     int32_t *pages;                   // [mt_page_entries]
-    mt_span *spans;                   // these three: for every pass
+    mt_span *spans, *cross_spans;     // these four: for every pass
     int32_t *tokens, *positions;
     int32_t *labels; // from here on: for training and evaluation
     float *loss_mask;
@@ -7344,6 +7420,9 @@ typedef struct mt_batch_block {
     int32_t *sequence;                // [T] index of each token's span
     int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
     float *mtp_weights;               // [modules, T] weights of the tokens' losses
+    int32_t *encoder_tokens;          // [tokens of the encoder]
+    int64_t *encoder_token_index;
+    mt_span *encoder_spans;
 } mt_batch_block;
 
 /* One forward or backward of one micro-batch: built once, then passed to every function below. */
@@ -7396,6 +7475,7 @@ typedef struct mt_layer_scratch {
     float *means;                    // [2, T], with q/k norm over all heads
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dmemory;                   // [R, C] gradient of the encoder's output, summed over the decoder's layers
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
     void *dshort_x;                  // [T, C / tp] gradient of a short convolution's input
@@ -7453,6 +7533,7 @@ struct mt_model {
     mt_bucket *buckets;
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not on this rank
+    int64_t relative_bucket[2], encoder_bucket;                       // as mt_outer.relative; of the encoder's norm
     struct mt_sharding *sharding;
     mt_outer outer;
     mt_rope_table rope_tables[3]; // by mt_layer_rope; MT_ROPE_NONE has none
@@ -7500,6 +7581,7 @@ struct mt_model {
     void *staged_logits;                   // host: a copy of MT_STAGED_ROWS rows, or of sampled
     double *uniforms;                      // [max_logits] of mt_sample_args
     mt_sampled *sampled;                   // [max_logits]
+    int32_t *inputs;                       // [plan.max_inputs] of mt_model_encode
     struct mt_decode_graph *decode_graphs; // [max_logits + 1], indexed by number of sequences
     mt_span *step_spans;                   // [max_logits] longest spans of a decode step
     mt_routes *routes;                     // routing replay; NULL: none
@@ -7650,6 +7732,7 @@ typedef struct mt_activations {
     void *indexer_k_in, *indexer_weights;   // [R, D] before the norm, [R, H]
     float *indexer_k_mean, *indexer_k_rstd; // [R]
     int32_t *selected;                      // [T, topk] keys: see mt_indexer_args
+    void *cross_q, *cross_kv;               // cross attention: [T, H D], [tokens of the encoder, G (D + Dv)]
     void *attended;                         // [T, H Dv]
     float *lse;                             // [T, H]
     void *gate, *gated;                     // [T, H Dv] the output gate, and attended times its sigmoid
@@ -7852,6 +7935,20 @@ typedef struct mt_recompute_buffer {
 static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_layer *w) {
     return &m->recompute_buffers[w->recomputed ? w->index - w->recompute_unit : 0];
 }
+
+/* True if the string of layers begins with those of an encoder. */
+static bool mt_has_encoder(const mt_model *m) {
+    return m->options->decoder_num_layers > 0;
+}
+
+/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder; 0
+ * without an encoder. */
+static int64_t mt_decoder_begin(const mt_model *m, int64_t chunk) {
+    const mt_stage *stage = &m->stages[chunk];
+    return mt_clamp(m->options->encoder_num_layers - stage->first_layer, 0, stage->num_layers);
+}
+
+static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
 
 /* The pass as linears see it. */
 static mt_linear_pass mt_linears(const mt_pass *p) {
@@ -8250,6 +8347,18 @@ static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     return (float)(scale * mscale * mscale);
 }
 
+/* The biases of a layer's scores by distance, if the model has them. */
+static mt_relative_bias mt_layer_bias(const mt_model *m, const mt_layer *w) {
+    const mt_options *o = m->options;
+    const mt_weight *table = &m->outer.relative[w->kind.of_encoder];
+    if (o->position_embedding_type != MT_POSITION_RELATIVE) return (mt_relative_bias){0};
+    return (mt_relative_bias){.w = table->w,
+                              .dw = table->dw,
+                              .buckets = o->relative_attention_num_buckets,
+                              .max_distance = o->relative_attention_max_distance,
+                              .bidirectional = w->kind.of_encoder};
+}
+
 /* The attention call of a layer, with the operands of the forward; the backward adds its own. */
 static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a,
                                       mt_qkv_view qkv) {
@@ -8260,6 +8369,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
+    if (w->kind.mixer == MT_MIXER_ATTENTION) call.bias = mt_layer_bias(m, w);
     call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
@@ -8536,6 +8646,8 @@ static double mt_attention_multiplications(const mt_options *o, int64_t layer) {
     double heads = (double)o->num_attention_heads, groups = (double)kind.groups, C = (double)o->hidden_size;
     double D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
     double linears = C * (((o->attention_output_gate ? 2 : 1) * heads + groups) * D + groups * Dv) + heads * Dv * C;
+    if (kind.of_encoder) // whose queries see all keys
+        return linears + heads * (D + Dv) * (double)o->encoder_seq_length;
     return linears + mt_core_attention_multiplications(o, (double)kind.window);
 }
 
@@ -10009,8 +10121,8 @@ static double mt_no_multiplications(const mt_options *o, int64_t layer) {
 static const mt_block_kind mt_no_kind = {
     .name = "none", .slots = mt_no_slots, .multiplications = mt_no_multiplications};
 
-/* Rows of §17, §18 and §19. */
-static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind;
+/* Rows of §17, §18, §19 and §20. */
+static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind, mt_cross_kind;
 
 static const mt_block_kind *const mt_mixer_kinds[] = {
     [MT_MIXER_ATTENTION] = &mt_attention_kind,
@@ -10020,6 +10132,7 @@ static const mt_block_kind *const mt_mixer_kinds[] = {
     [MT_MIXER_MAMBA2] = &mt_mamba_kind,
     [MT_MIXER_KDA] = &mt_kda_kind,
     [MT_MIXER_SPARSE_ATTENTION] = &mt_sparse_kind,
+    [MT_MIXER_CROSS_ATTENTION] = &mt_cross_kind,
     [MT_MIXER_NONE] = &mt_no_kind,
 };
 enum { MT_NUM_MIXERS = sizeof mt_mixer_kinds / sizeof *mt_mixer_kinds };
@@ -10049,7 +10162,9 @@ bool mt_mixer_attends(mt_mixer_kind mixer) {
 }
 
 double mt_mixer_multiplications(const mt_options *o, int64_t layer) {
-    return mt_mixer_kinds[mt_layer_kind_of(o, layer).mixer]->multiplications(o, layer);
+    mt_layer_kind kind = mt_layer_kind_of(o, layer);
+    double tokens = kind.of_encoder ? (double)o->encoder_seq_length / (double)mt_max(o->seq_length, 1) : 1;
+    return tokens * mt_mixer_kinds[kind.mixer]->multiplications(o, layer);
 }
 
 int mt_mixers_check(const mt_options *o, mt_error *error) {
@@ -11122,6 +11237,13 @@ typedef struct mt_micro_batch {
     double divergence_factor, hidden_factor; // of its distillation: see mt_loss_sums
     mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
     mt_output outputs[1 + MT_MAX_MTP_LAYERS]; // of the chunk (with a head on the stage with the loss); of the modules
+    struct mt_encoder_values {
+        int64_t T, rows;
+        mt_batch_block batch;             // on the device: tokens and token_index
+        mt_span *host_spans, *host_cross; // of the encoder's attention; of queries of the decoder, keys of the encoder
+        int64_t num_spans;
+        mt_output output; // hidden: the residual stream; norm.y: the memory, to which the decoder attends
+    } encoder;
 } mt_micro_batch;
 
 /* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
@@ -11852,19 +11974,24 @@ static int64_t mt_page_entries(const mt_model_plan *plan) {
     return plan->page_rows > 0 ? plan->cache_sequences * mt_divide_up(plan->max_position, plan->page_rows) + 1 : 0;
 }
 
-/* The block of a micro-batch of T tokens and num_spans spans. Decoding reads one contiguous range of it, and so does
- * training. */
-static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
+/* The block of a micro-batch of T tokens and num_spans spans, and those of the encoder. Decoding reads one contiguous
+ * range of it, and so does training. */
+static mt_batch_block mt_batch_block_at(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans,
+                                        int64_t encoder_tokens, int64_t encoder_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4), block.logit_rows = mt_arena_alloc(arena, T * 4);
     block.pages = mt_arena_alloc(arena, mt_page_entries(&m->plan) * 4);
     block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
+    block.cross_spans = mt_arena_alloc(arena, mt_has_encoder(m) ? num_spans * (int64_t)sizeof(mt_span) : 0);
     block.tokens = mt_arena_alloc(arena, T * 4), block.positions = mt_arena_alloc(arena, T * 4);
     block.labels = mt_arena_alloc(arena, T * 4), block.loss_mask = mt_arena_alloc(arena, T * 4);
     block.token_index = mt_arena_alloc(arena, T * 8), block.sequence = mt_arena_alloc(arena, T * 4);
     block.mtp_tokens = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_labels = mt_arena_alloc(arena, m->mtp->count * T * 4);
     block.mtp_weights = mt_arena_alloc(arena, m->mtp->count * T * 4);
+    block.encoder_tokens = mt_arena_alloc(arena, encoder_tokens * 4);
+    block.encoder_token_index = mt_arena_alloc(arena, encoder_tokens * 8);
+    block.encoder_spans = mt_arena_alloc(arena, encoder_spans * (int64_t)sizeof(mt_span));
     return block;
 }
 
@@ -11883,8 +12010,21 @@ void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
     }
 }
 
+void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens) {
+    mt_arena arena = {0};
+    mt_encoder_batch *encoder = &batch->encoder;
+    *encoder = (mt_encoder_batch){0};
+    for (int pass = 0; pass < 2; pass++) { // the first pass counts
+        encoder->tokens = mt_arena_alloc(&arena, max_tokens * 4);
+        encoder->token_index = mt_arena_alloc(&arena, max_tokens * 8);
+        encoder->spans = mt_arena_alloc(&arena, max_tokens * (int64_t)sizeof(mt_span));
+        if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
+    }
+}
+
 void mt_batch_free(mt_batch *batch) {
-    free(batch->tokens); // the block's start
+    free(batch->tokens);         // the block's start
+    free(batch->encoder.tokens); // likewise
     *batch = (mt_batch){0};
 }
 
@@ -11954,6 +12094,48 @@ static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_err
                         (long long)ranks, (long long)cp);
 }
 
+/* The encoder's part of a batch: as the decoder's, and a sequence for each of the decoder that is no padding. */
+static int mt_batch_check_encoder(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    const mt_encoder_batch *e = &batch->encoder;
+    int64_t T = e->num_tokens, V = m->options->vocab_size, parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1,
+            t;
+    int64_t queries = 0;
+    if (!mt_has_encoder(m) && T == 0) return 0;
+    if (!mt_has_encoder(m))
+        return mt_error_set(error, "%lld tokens for an encoder, and the model has none", (long long)T);
+    if (T < 1 || T > m->plan.max_tokens)
+        return mt_error_set(error, "%lld tokens for the encoder, and the model is planned for 1 to %lld", (long long)T,
+                            (long long)m->plan.max_tokens);
+    if (e->num_spans < 1 || e->num_spans > T)
+        return mt_error_set(error, "%lld spans for %lld tokens of the encoder; give 1 to %lld", (long long)e->num_spans,
+                            (long long)T, (long long)T);
+    for (int64_t s = 0; s < e->num_spans; s++) {
+        const mt_span *span = &e->spans[s];
+        bool is_whole = span->k_start == span->q_start && span->k_len == span->q_len && !span->causal;
+        if (!is_whole || !mt_range_inside(span->q_start, span->q_len, T))
+            return mt_error_set(error,
+                                "span %lld of the encoder, %lld queries from %lld and %lld keys from %lld, must be one "
+                                "sequence within %lld tokens, whose queries see all keys",
+                                (long long)s, (long long)span->q_len, (long long)span->q_start, (long long)span->k_len,
+                                (long long)span->k_start, (long long)T);
+        queries += span->q_len;
+    }
+    if (queries != T)
+        return mt_error_set(error,
+                            "the spans have %lld queries for %lld tokens of the encoder; every token is in one span",
+                            (long long)queries, (long long)T);
+    for (int64_t s = e->num_spans; s < batch->num_spans; s++)
+        if (!mt_is_padding(batch->token_index, batch->spans[s].q_start))
+            return mt_error_set(error, "sequence %lld has no tokens for the encoder; it has %lld sequences",
+                                (long long)s, (long long)e->num_spans);
+    if ((t = mt_find_outside(e->tokens, NULL, T, V)) < T)
+        return mt_error_set(error, "token %lld of the encoder is %d, outside the vocabulary of %lld", (long long)t,
+                            e->tokens[t], (long long)V);
+    if (T % parts == 0) return 0;
+    return mt_error_set(error, "%lld tokens of the encoder do not divide by %lld, as --sequence-parallel requires",
+                        (long long)T, (long long)parts);
+}
+
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
     int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
@@ -11996,6 +12178,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
         return mt_error_set(error, "the position of token %lld is %d, and the model has positions 0 to %lld",
                             (long long)t, batch->positions[t], (long long)(positions - 1));
     if (cp > 1 && mt_batch_check_context(batch, cp, error) != 0) return -1;
+    if (mt_batch_check_encoder(m, batch, error) != 0) return -1;
     if (T % (cp * parts) == 0) return 0;
     return mt_error_set(error, "%lld tokens do not divide by %lld, as --sequence-parallel requires", (long long)T,
                         (long long)(cp * parts));
@@ -12028,19 +12211,41 @@ static const mt_batch *mt_shard_batch(mt_model *m, mt_micro_batch *mb, const mt_
     return &m->local_batch;
 }
 
+/* The encoder's part of a micro-batch, and the spans of cross attention; sequences of padding attend to nothing. */
+static void mt_encoder_load(mt_micro_batch *mb, const mt_batch_block *block, const mt_batch *batch) {
+    struct mt_encoder_values *e = &mb->encoder;
+    const mt_encoder_batch *from = &batch->encoder;
+    e->T = e->rows = from->num_tokens, e->num_spans = from->num_spans;
+    e->batch = (mt_batch_block){.tokens = mb->batch.encoder_tokens, .token_index = mb->batch.encoder_token_index};
+    e->batch.positions = mb->batch.positions; // not read: there is no RoPE
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        const mt_span *q = &batch->spans[s];
+        e->host_cross[s] = (mt_span){.q_start = q->q_start, .q_len = q->q_len};
+        if (s < from->num_spans) e->host_cross[s].k_start = from->spans[s].k_start;
+        if (s < from->num_spans) e->host_cross[s].k_len = from->spans[s].k_len;
+    }
+    memcpy(block->cross_spans, e->host_cross, (size_t)batch->num_spans * sizeof(mt_span));
+    memcpy(e->host_spans, from->spans, (size_t)from->num_spans * sizeof(mt_span));
+    memcpy(block->encoder_spans, from->spans, (size_t)from->num_spans * sizeof(mt_span));
+    memcpy(block->encoder_tokens, from->tokens, (size_t)e->T * 4);
+    for (int64_t t = 0; t < e->T; t++) block->encoder_token_index[t] = from->token_index ? from->token_index[t] : -1;
+}
+
 /* Assigns a batch's arrays on the device; returns those in host block `staged` with spans, tokens and positions. */
 static mt_batch_block mt_batch_block_open(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = mb->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans);
+    int64_t E = batch->encoder.num_tokens, encoder_spans = batch->encoder.num_spans;
+    mb->batch = mt_batch_block_at(m, &on_device, T, num_spans, E, encoder_spans);
     mb->T = mb->rows = T;
     mb->num_spans = num_spans;
     memcpy(mb->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     m->staged = staged;
     m->ops->event_synchronize(m->copied[staged]); // until the block's previous contents are copied
-    mt_batch_block block = mt_batch_block_at(m, &on_host, T, num_spans);
+    mt_batch_block block = mt_batch_block_at(m, &on_host, T, num_spans, E, encoder_spans);
+    if (mt_has_encoder(m)) mt_encoder_load(mb, &block, batch);
     memcpy(block.spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
     memcpy(block.tokens, batch->tokens, (size_t)T * 4);
     memcpy(block.positions, batch->positions, (size_t)T * 4);
@@ -12068,11 +12273,13 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const mt_batch *batch = mt_shard_batch(m, mb, whole);
     mt_batch_block block = mt_batch_block_open(m, mb, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens, parts = m->tp.sequence_parallel ? (size_t)m->grid->tensor.size : 1;
-    mb->rows = (int64_t)(T / parts), mb->unpadded = whole->num_tokens;
+    mb->rows = (int64_t)(T / parts), mb->unpadded = whole->num_tokens, mb->encoder.rows /= (int64_t)parts;
     MT_CHECK(T % parts == 0 && !(training && m->adapters_off));
     if (!m->ops->is_imagined) mt_batch_block_fill(m, mb, &block, batch, whole);
     if (training && m->stages[mb->chunk].loss) mt_mtp_load(m, mb->context, &block, whole);
-    int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp->count * T) - (char *)block.spans;
+    const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
+    if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
+    int64_t bytes = end - (const char *)block.spans;
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -12081,6 +12288,40 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
 }
 
 /* ---- a chunk's parts */
+
+/* The buckets of the biases by distance, around the layers of the encoder or decoder. */
+static void mt_relative_acquire(mt_model *m, bool of_encoder, bool backward) {
+    int64_t bucket = m->relative_bucket[of_encoder];
+    if (bucket < 0) return;
+    mt_bucket_acquire(m, bucket);
+    if (backward) mt_bucket_gradients_acquire(m, bucket);
+}
+static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, bool last) {
+    int64_t bucket = m->relative_bucket[of_encoder];
+    if (bucket < 0) return;
+    if (backward) mt_bucket_gradients_release(m, bucket, last);
+    mt_bucket_release(m, bucket);
+}
+
+/* Before the backward of the decoder's layers: each adds to the gradient of the memory. */
+static void mt_decoder_begin_backward(mt_model *m, const mt_pass *p) {
+    m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    mt_relative_acquire(m, false, true);
+}
+
+/* dresidual[R, C]: the gradient of the decoder's input in, that of the encoder's output before its norm out. */
+static void mt_decoder_enter_backward(mt_model *m, const mt_pass *p, void *dresidual) {
+    const mt_output *out = &p->mb->encoder.output;
+    mt_pass encoder = mt_encoder_pass(m, p);
+    mt_relative_release(m, false, true, p->last);
+    mt_embed_backward(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers, false);
+    mt_bucket_acquire(m, m->encoder_bucket);
+    mt_bucket_gradients_acquire(m, m->encoder_bucket);
+    mt_norm_backward(m, &encoder, &m->outer.encoder_norm, &out->norm, dresidual, NULL, m->scratch.dmemory, out->hidden);
+    mt_bucket_gradients_release(m, m->encoder_bucket, p->last);
+    mt_bucket_release(m, m->encoder_bucket);
+    mt_relative_acquire(m, true, true);
+}
 
 /* Final norm and logits of x[rows, C]. */
 static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
@@ -12146,36 +12387,69 @@ static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
     return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
 }
 
-/* Embedding, if the chunk has it, and layers. */
+/* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
+static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result) {
+    for (int64_t next; begin < end; begin = next) {
+        next = mt_recompute_unit_end(m, p->mb->chunk, begin);
+        mt_layers_forward(m, p, begin, next, next == end ? result : mt_input_of(m, p, next), (mt_next_norm){0});
+    }
+}
+
+/* The encoder: embedding, layers, and the norm that gives the memory. */
+static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
+    const mt_output *out = &encoder->mb->encoder.output;
+    mt_embed_forward(m, encoder, mt_chunk_input(m, encoder), encoder->batch->tokens, -1);
+    mt_relative_acquire(m, true, false);
+    mt_units_forward(m, encoder, 0, mt_decoder_begin(m, encoder->mb->chunk), (mt_layer_result){.out = out->hidden});
+    mt_relative_release(m, true, false, false);
+    mt_bucket_acquire(m, m->encoder_bucket);
+    mt_norm_forward(m, encoder, &m->outer.encoder_norm, &out->norm, out->hidden);
+    mt_bucket_release(m, m->encoder_bucket);
+}
+
+/* Embedding, if the chunk has it, and layers; of an encoder-decoder first those of the encoder, unless the memory is
+ * in the cache. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    for (int64_t begin = 0, end; begin < stage->num_layers; begin = end) {
-        end = mt_recompute_unit_end(m, p->mb->chunk, begin);
-        bool is_last = end == stage->num_layers;
-        mt_layer_result result = {.out = p->mb->outputs[0].hidden};
-        mt_layers_forward(m, p, begin, end, is_last ? result : mt_input_of(m, p, end), (mt_next_norm){0});
+    int64_t decoder = mt_decoder_begin(m, p->mb->chunk); // index of its first layer
+    mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+    mt_pass encoder = mt_encoder_pass(m, p);
+    if (mt_has_encoder(m)) {
+        if (!p->decode) mt_encoder_forward(m, &encoder);
+        mt_embed_forward(m, p, mt_values_of(m, p, decoder)->input, p->batch->tokens, m->options->encoder_num_layers);
+        mt_relative_acquire(m, false, false);
+    } else if (stage->embedding) {
+        mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
     }
+    mt_units_forward(m, p, decoder, stage->num_layers, result);
+    if (mt_has_encoder(m)) mt_relative_release(m, false, false, false);
 }
 
 /* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
+    mt_pass encoder = mt_encoder_pass(m, p);
+    const mt_pass *first = decoder > 0 ? &encoder : p;
     bool gathered = false; // dresidual, for the experts of the next layer
+    if (mt_has_encoder(m)) mt_decoder_begin_backward(m, p);
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
-        mt_offload_fetch(m, p, i);
+        const mt_pass *pass = i < decoder ? &encoder : p;
+        if (i + 1 == decoder) mt_decoder_enter_backward(m, p, dresidual);
+        mt_offload_fetch(m, pass, i);
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
-            mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
-        mt_hidden_backward(m, p, w->number, dresidual);
+            mt_recompute_unit_replay(m, pass, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, pass, w->number, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        bool ahead = i > 0 && mt_gathers_ahead(m, pass, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
+        mt_layer_backward(m, pass, w, &p->mb->layers[i], dresidual, gathered, ahead);
         gathered = ahead;
-        mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
+        mt_layer_release(m, pass, w, true, p->halves == MT_BACKWARD_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+    if (decoder > 0) mt_relative_release(m, true, true, p->last);
+    if (stage->embedding) mt_embed_backward(m, first, dresidual, first->batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
@@ -12379,13 +12653,20 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
  * never waits; padding has zero gradients. */
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
- * prefetched bucket), one for the larger matrices of the vocabulary. */
-typedef enum { MT_BUCKET_LAYER, MT_BUCKET_EXPERTS, MT_BUCKET_VOCABULARY, MT_NUM_BUCKET_KINDS } mt_bucket_kind;
+ * prefetched bucket), one for the larger matrices of the vocabulary, one for the parameters that the layers of an
+ * encoder, or of its decoder, share. */
+typedef enum {
+    MT_BUCKET_LAYER,
+    MT_BUCKET_EXPERTS,
+    MT_BUCKET_VOCABULARY,
+    MT_BUCKET_HALF,
+    MT_NUM_BUCKET_KINDS
+} mt_bucket_kind;
 
-static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5, 6};
 static const mt_dtype mt_moment_dtypes[] = {MT_F32, MT_BF16, MT_F16_SCALED, MT_F8_E4M3}; // of mt_optimizer_dtype
 static const mt_dtype mt_gradient_dtypes[] = {MT_F32, MT_BF16, MT_F16};
-enum { MT_NUM_BUFFERS = 5 };
+enum { MT_NUM_BUFFERS = 6 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
@@ -12551,6 +12832,7 @@ static void mt_buckets_size(mt_model *m) {
 static void mt_buckets_find(mt_model *m) {
     bool tied = mt_options_tied(m->options);
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
+    m->relative_bucket[0] = m->relative_bucket[1] = m->encoder_bucket = -1;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         const mt_param *param = &m->params[m->buckets[i].first_param];
         if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
@@ -12558,6 +12840,9 @@ static void mt_buckets_find(mt_model *m) {
         if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
         if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
         if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
+        if (param->unit == MT_UNIT_ENCODER_RELATIVE) m->relative_bucket[true] = i;
+        if (param->unit == MT_UNIT_DECODER_RELATIVE) m->relative_bucket[false] = i;
+        if (param->unit == MT_UNIT_ENCODER_OUTPUT) m->encoder_bucket = i;
     }
     if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
@@ -12577,6 +12862,7 @@ static void mt_sharding_open(mt_model *m) {
         bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
         if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        if (param->unit >= MT_UNIT_ENCODER_RELATIVE && param->unit <= MT_UNIT_ENCODER_OUTPUT) *kind = MT_BUCKET_HALF;
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
@@ -13130,6 +13416,11 @@ static void mt_plan_buckets(mt_model *m) {
             int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
             m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
             m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
+            continue;
+        }
+        if (mixer == MT_MIXER_CROSS_ATTENTION) { // k and v side by side, of places of max_inputs tokens
+            int64_t rows = m->plan.cache_sequences * m->plan.max_inputs * m->layers[layer].G;
+            m->k_cache[layer] = mt_arena_alloc(cache, rows * (m->D + m->Dv) * mt_dtype_size(m->dtype));
             continue;
         }
         m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
@@ -14027,6 +14318,12 @@ static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
     int64_t ranks = mt_context_ranks(m, batch), multiple = mt_token_ranks(m->options, ranks);
     if (mt_divide_up(batch->num_tokens, multiple) * multiple <= ranks * m->plan.max_tokens)
         mt_batch_pad(batch, multiple);
+    mt_encoder_batch *e = &batch->encoder;
+    int64_t end = mt_divide_up(e->num_tokens, multiple) * multiple;
+    if (!mt_has_encoder(m) || end == e->num_tokens || end > m->plan.max_tokens) return;
+    e->spans[e->num_spans++] =
+        (mt_span){e->num_tokens, end - e->num_tokens, e->num_tokens, end - e->num_tokens, .causal = false};
+    for (; e->num_tokens < end; e->num_tokens++) e->tokens[e->num_tokens] = 0, e->token_index[e->num_tokens] = -1;
 }
 
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
@@ -14903,6 +15200,11 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
         mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
     }
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
+    mt_slots slots = {.count = 0}, *s = &slots;
+    if (!mt_has_encoder(m)) return;
+    MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
+    mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
+    mt_slots_allocate(s, MT_KEEP, &mb->encoder.output, arena);
 }
 
 /* Channels of the widest rows that regions exchange: hidden states or latents. */
@@ -14949,6 +15251,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
@@ -15357,7 +15660,11 @@ static void mt_model_slots(mt_model *m, const mt_options *o) {
             mt_layer *w = &m->layers[m->first_local[chunk] + i];
             bool is_module = i >= m->stages[chunk].num_layers;
             w->recomputed = full && (by_unit || (i < number && !is_module));
-            w->recompute_unit = is_module ? i : !full ? 0 : by_unit ? i / number * number : mt_min(i, number);
+            int64_t decoder = mt_decoder_begin(m, chunk), half = i < decoder ? 0 : decoder; // no unit is in both
+            w->recompute_unit = is_module ? i
+                                : !full   ? half
+                                : by_unit ? half + (i - half) / number * number
+                                          : mt_max(half, mt_min(i, number));
             w->slots = mt_model_calloc(m, (int64_t)sizeof *w->slots);
             mt_layer_slots(m, w->slots, w);
         }
@@ -15399,7 +15706,8 @@ static void mt_model_micro_batches(mt_model *m) {
         }
     free(live);
     mt_arena batch = {0};
-    mt_batch_block_at(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
+    int64_t encoder = mt_has_encoder(m) ? m->plan.max_tokens : 0;
+    mt_batch_block_at(m, &batch, m->plan.max_tokens, m->plan.max_tokens, encoder, encoder);
     m->batch_bytes = batch.used;
 }
 
@@ -15504,6 +15812,11 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     if (m->plan.counts) return 0;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         m->micro_batches[i].host_spans = mt_model_calloc(m, m->plan.max_tokens * (int64_t)sizeof(mt_span));
+    for (int64_t i = 0; i < m->num_micro_batches && mt_has_encoder(m); i++) {
+        struct mt_encoder_values *e = &m->micro_batches[i].encoder;
+        e->host_spans = mt_model_calloc(m, 2 * m->plan.max_tokens * (int64_t)sizeof(mt_span));
+        e->host_cross = e->host_spans + m->plan.max_tokens;
+    }
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits =
         m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * (int64_t)sizeof *m->sampled));
@@ -15638,6 +15951,7 @@ static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
     m->decode_graphs = mt_model_calloc(m, (m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
     m->step_spans = mt_model_calloc(m, m->plan.max_logits * (int64_t)sizeof(mt_span));
+    m->inputs = mt_model_calloc(m, m->plan.max_inputs * 4);
     for (int64_t i = 0; i < m->plan.max_logits; i++)
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
 }
@@ -16185,7 +16499,8 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
         memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
                (size_t)mt_routes_size(m->options, copy->rows) * 4);
     for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        if (!mt_mixer_attends(m->layers[layer].kind.mixer)) continue;
+        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
+        if (!mt_mixer_attends(mixer) || mixer == MT_MIXER_CROSS_ATTENTION) continue; // a memory is of one sequence
         int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
         char *caches[] = {m->k_cache[layer], m->v_cache[layer], m->indexer_cache[layer]};
         int64_t bytes[] = {row * m->D, row * m->Dv, mt_indexer_key_bytes(m, layer)};
@@ -16278,12 +16593,14 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     mt_arena arena = {0};
     b->plan = *plan;
     mt_batch_alloc(&b->batch, plan->max_tokens);
+    if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
         b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
         b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
+        b->begun = mt_arena_alloc(&arena, slots * 8);
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -16432,7 +16749,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     mt_sequence *sequence = &sequences[i];
     int64_t rows = b->plan.page_rows, slot = -1, source = -1, common = 0, wanted = mt_pages_wanted(b, sequences);
     for (int64_t s = 0; s < b->plan.max_sequences; s++) {
-        int64_t tokens = sequence->views_prompt ? 0 : mt_cache_slot_common(b, &b->slots[s], sequence);
+        bool is_own = sequence->views_prompt || b->plan.max_inputs > 0; // keys depend on the memory
+        int64_t tokens = is_own ? 0 : mt_cache_slot_common(b, &b->slots[s], sequence);
         if (tokens > common) common = tokens, source = s;
         if (b->slots[s].sequence < 0 && (slot < 0 || b->slots[s].used < b->slots[slot].used)) slot = s;
     }
@@ -16463,6 +16781,7 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
     s->keep_at = keep_at;
     sequence->slot = slot;
+    if (b->plan.max_inputs > 0) b->begun[b->num_begun++] = slot;
     return true;
 }
 
@@ -16491,6 +16810,10 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
+    mt_encoder_batch *e = &b->batch.encoder;
+    if (b->plan.max_inputs > 0)
+        e->spans[e->num_spans++] =
+            (mt_span){.k_start = sequence->slot * b->plan.max_inputs, .k_len = sequence->num_inputs};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
     if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
@@ -16511,7 +16834,7 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
-    b->num_state_copies = 0;
+    b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
@@ -16567,7 +16890,8 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
     plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes the padding of batches
-    plan->max_tokens = mt_max(plan->max_tokens, count), plan->max_logits = mt_max(plan->max_logits, count);
+    plan->max_tokens = mt_max(mt_max(plan->max_tokens, plan->max_inputs), count);
+    plan->max_logits = mt_max(plan->max_logits, count);
 }
 
 /* True if a sampling needs the logits on the host. */
@@ -16586,6 +16910,8 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
+    batching.max_inputs = plan->max_inputs;
+    MT_CHECK((plan->max_inputs > 0) == mt_has_encoder(model));
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
@@ -16719,6 +17045,10 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     int64_t rows = b->num_logits;
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
+    for (int64_t i = 0; i < b->num_begun; i++) {
+        const mt_sequence *sequence = &sequences[b->slots[b->begun[i]].sequence];
+        mt_model_encode(g->model, b->begun[i], sequence->inputs, sequence->num_inputs);
+    }
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
@@ -19474,3 +19804,163 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
                                              .check = mt_sparse_check};
+
+/* ==== §20 encoder and decoder ==================================================================================== */
+/* A model of two halves (Vaswani et al., "Attention is all you need"; Raffel et al., "Exploring the limits of transfer
+ * learning with a unified text-to-text transformer") is one string of layers: those of the encoder, whose queries see
+ * all keys, then those of the decoder. A micro-batch has two lists of tokens; a pass is over one of them. Invariants:
+ * the encoder's output behind its norm, the memory, is computed once and kept until the backward; each layer of cross
+ * attention adds to its gradient; all of them have done so before the encoder's backward begins. */
+
+/* The pass over the encoder's tokens of a micro-batch, from that over its decoder's. */
+static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p) {
+    const struct mt_encoder_values *e = &p->mb->encoder;
+    mt_pass pass = *p;
+    if (!mt_has_encoder(m)) return pass;
+    pass.batch = &e->batch, pass.T = pass.tp.T = e->T, pass.rows = pass.tp.rows = e->rows;
+    pass.first_row = p->tp.sequence_parallel ? m->grid->tensor.rank * e->rows : 0;
+    pass.spans = (mt_spans){.host = e->host_spans, .device = p->mb->batch.encoder_spans, .count = e->num_spans};
+    pass.num_sequences = e->num_spans, pass.unpadded = e->T;
+    return pass;
+}
+
+/* ---- cross attention: queries from the decoder's residual stream, keys and values from the memory */
+
+static void mt_cross_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    int64_t T = m->plan.max_tokens, groups = mt_layer_groups(m, w);
+    MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+    MT_SLOT(s, cross_kv, T, groups * (m->D + m->Dv), m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+    mt_core_attention_slots(m, s);
+}
+
+/* Elements of k and v of a token of the memory. */
+static int64_t mt_memory_width(const mt_model *m, const mt_layer *w) {
+    return w->G * (m->D + m->Dv);
+}
+
+/* q[T, H, D], and k and v side by side in kv[tokens of the encoder, G (D + Dv)], or their gradients. */
+static mt_attention mt_cross_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    int64_t k_width = w->G * m->D;
+    mt_qkv_view view = {a->cross_q, a->cross_kv, mt_at(a->cross_kv, k_width, m->dtype), m->H * m->D, 0};
+    mt_attention call = mt_attention_call(m, p, w, a, view);
+    call.k_stride = call.v_stride = mt_memory_width(m, w), call.k_index = p->mb->encoder.batch.token_index;
+    call.spans =
+        (mt_spans){.host = p->mb->encoder.host_cross, .device = p->mb->batch.cross_spans, .count = p->spans.count};
+    return call;
+}
+
+/* out = attention of x[R, C] over the memory. */
+static void mt_cross_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
+                             void *out) {
+    mt_pass encoder = mt_encoder_pass(m, p);
+    mt_layer_linear_forward(p, a, &w->cross_q, x, a->cross_q);
+    if (!p->decode) mt_layer_linear_forward(&encoder, a, &w->cross_kv, p->mb->encoder.output.norm.y, a->cross_kv);
+    mt_attention call = mt_cross_call(m, p, w, a);
+    if (p->decode) call.k = m->k_cache[w - m->layers], call.v = mt_at(m->k_cache[w - m->layers], w->G * m->D, m->dtype);
+    mt_attend_forward(m->ops, &call, m->dtype, p->stream);
+    mt_layer_linear_forward(p, a, &w->o, a->attended, out);
+}
+
+static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
+                                     const mt_block_gradients *d) {
+    mt_layer_scratch *s = &m->scratch;
+    void *dq = s->dqkv, *dkv = mt_at(s->dqkv, m->plan.max_tokens * m->H * m->D, m->dtype);
+    mt_pass encoder = mt_encoder_pass(m, p);
+    MT_CHECK(!d->left && p->halves == MT_BACKWARD_BOTH);
+    mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), d->dout, s->dattended);
+    mt_attention call = mt_cross_call(m, p, w, a);
+    call.dq = dq, call.dk = dkv, call.dv = mt_at(dkv, w->G * m->D, m->dtype);
+    call.row_dot = s->row_dot, call.dout = s->dattended;
+    // keys that no query sees, of padding, have no gradient
+    m->ops->memory_zero(dkv, encoder.T * call.k_stride * mt_dtype_size(m->dtype), p->stream);
+    mt_attend_backward(m->ops, &call, m->dtype, p->stream);
+    mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
+    mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
+    mt_add_to(m, &encoder, s->dmemory, s->dinput);
+    mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
+    mt_layer_linear_backward(m, p, w, a, &w->cross_q, d->x_field, &q);
+    return out;
+}
+
+/* Gradients of q, and behind them of k and v; the gradient of the memory takes the place of that of the output. */
+static mt_mixer_widths mt_cross_widths(const mt_model *m) {
+    return (mt_mixer_widths){.in = m->H * m->D + m->G * (m->D + m->Dv), .out = mt_max(m->H * m->Dv, m->C)};
+}
+
+/* Per token of the decoder. */
+static double mt_cross_multiplications(const mt_options *o, int64_t layer) {
+    double heads = (double)o->num_attention_heads, groups = (double)mt_layer_kind_of(o, layer).groups;
+    double C = (double)o->hidden_size, D = (double)o->kv_channels, Dv = (double)mt_value_channels(o);
+    double keys = (double)o->encoder_seq_length, of_memory = keys / (double)mt_max(o->seq_length, 1);
+    return C * heads * (D + Dv) + of_memory * C * groups * (D + Dv) + heads * (D + Dv) * keys;
+}
+
+void mt_model_encode(mt_model *m, int64_t slot, const int32_t *inputs, int64_t n) {
+    mt_micro_batch *mb = mt_micro_batch_find(m, 0, -1);
+    int32_t start = 0; // of the decoder, whose tokens this pass has not
+    mt_span one = {.q_len = 1, .k_len = 1, .causal = true}, whole = {.q_len = n, .k_len = n};
+    mt_batch batch = {.num_tokens = 1, .tokens = &start, .positions = &start, .num_spans = 1, .spans = &one};
+    MT_CHECK(mt_has_encoder(m) && n >= 1 && n <= m->plan.max_inputs && slot >= 0 && slot < m->plan.cache_sequences);
+    batch.encoder = (mt_encoder_batch){.num_tokens = n, .num_spans = 1, .spans = &whole};
+    batch.encoder.tokens = memcpy(m->inputs, inputs, (size_t)n * 4);
+    (void)mt_batch_block_open(m, mb, &batch, 0);
+    mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
+    int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
+    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+    mt_encoder_forward(m, &encoder);
+    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
+        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
+        void *place = mt_at(m->k_cache[w - m->layers], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        mt_linear_io kv = {.x = mb->encoder.output.norm.y, .y = place};
+        mt_bucket_acquire(m, w->bucket);
+        mt_linear_forward(mt_linears(&encoder), &w->cross_kv, &kv);
+        mt_bucket_release(m, w->bucket);
+    }
+    m->ops->stream_synchronize(m->stream); // the next pass fills the same block
+}
+
+/* Parts and layouts that encoder-decoders do not have, or that are not tried with them. */
+static int mt_cross_check(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {o->context_parallel_size > 1,
+         "--context-parallel-size %lld: an encoder-decoder keeps its sequences whole; leave it out",
+         {o->context_parallel_size}},
+        {o->pipeline_model_parallel_size > 1,
+         "--pipeline-model-parallel-size %lld: an encoder-decoder is one stage so far; leave it out, and take "
+         "--tensor-model-parallel-size",
+         {o->pipeline_model_parallel_size}},
+        {.broken = o->fp8_format != MT_FP8_OFF,
+         .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
+        {.broken = o->lora_rank > 0, .message = "--lora-rank: an encoder-decoder has no adapters so far; leave it out"},
+        {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
+         .message = "--stage: an encoder-decoder is trained by pt and sft so far; take one of these"},
+        {.broken = o->head_type != MT_HEAD_LM,
+         .message = "an encoder-decoder has no value head so far; take the language model's folder"},
+        {.broken = o->tp_comm_overlap,
+         .message = "--tp-comm-overlap: an encoder-decoder has products of two lengths; leave it out"},
+        {.broken = o->fine_grained_activation_offloading,
+         .message = "--fine-grained-activation-offloading: an encoder-decoder keeps its activations; leave it out"},
+        {.broken = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE,
+         .message = "--recompute-granularity selective: an encoder-decoder recomputes whole layers only; take full"},
+        {.broken = o->attention_backend != MT_ATTENTION_AUTO,
+         .message = "--attention-backend: biases by distance have one attention; leave it out"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+static int mt_cross_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    (void)o;
+    if (!l->no_plain) return 0;
+    return mt_error_set(error, "--decoder-num-layers: encoder-decoders run on the CPU only so far; take --device cpu");
+}
+
+static const mt_block_kind mt_cross_kind = {.name = "cross attention",
+                                            .slots = mt_cross_slots,
+                                            .forward = mt_cross_forward,
+                                            .backward = mt_cross_backward,
+                                            .last = offsetof(mt_layer, o),
+                                            .attends = true,
+                                            .widths = mt_cross_widths,
+                                            .multiplications = mt_cross_multiplications,
+                                            .check = mt_cross_check,
+                                            .check_limits = mt_cross_check_limits};

@@ -218,7 +218,8 @@ typedef enum mt_normalization { MT_LAYERNORM, MT_RMSNORM } mt_normalization;
 typedef enum mt_position_embedding {
     MT_POSITION_LEARNED_ABSOLUTE,
     MT_POSITION_ROPE,
-    MT_POSITION_NONE
+    MT_POSITION_NONE,
+    MT_POSITION_RELATIVE // of an encoder-decoder: see mt_relative_bias
 } mt_position_embedding;
 /* Where a block of a layer (its mixer, its feed-forward) has norms. */
 typedef enum mt_norm_placement {
@@ -528,6 +529,7 @@ typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } m
 #define MT_ACTIVATIONS(X)                                                                                              \
     X(GELU, gelu, false, 0, "gelu")                                                                                    \
     X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
+    X(RELU, relu, false, offsetof(mt_options, relu), "relu")                                                           \
     X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
     X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
     X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")                                                  \
@@ -575,6 +577,7 @@ typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIO
     X(MIMO_V2_FLASH, "mimo_v2_flash", "MiMoV2FlashForCausalLM", MIMO_V2, "model.layers.", false)                       \
     X(DEEPSEEK_V32, "deepseek_v32", "DeepseekV32ForCausalLM", LLAMA, "model.layers.", false)                           \
     X(GLM_MOE_DSA, "glm_moe_dsa", "GlmMoeDsaForCausalLM", LLAMA, "model.layers.", false)                               \
+    X(T5, "t5", "T5ForConditionalGeneration", T5, "", false)                                                           \
     X(MEGATRON, "megatron", "MegatronForCausalLM", LLAMA, "model.layers.", false)
 #define MT_HF_FAMILY_NAME(name, ...) MT_HF_##name,
 typedef enum mt_hf_family { MT_HF_UNKNOWN, MT_HF_FAMILIES(MT_HF_FAMILY_NAME) MT_NUM_HF_FAMILIES } mt_hf_family;
@@ -623,7 +626,7 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size;
-    bool swiglu, geglu, quick_geglu, openai_gelu, squared_relu;
+    bool swiglu, geglu, quick_geglu, openai_gelu, squared_relu, relu;
     double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_qkv_bias;
@@ -659,6 +662,11 @@ typedef struct mt_options {
     bool dsa_indexer_use_sparse_loss; // over the selected keys; else over all that a query sees
     mt_indexer_ties dsa_indexer_ties;
     mt_position_embedding position_embedding_type;
+    /* an encoder-decoder; decoder_num_layers 0: a decoder alone. num_layers is that of the string of layers: those of
+     * the encoder, then two for each of the decoder, self-attention alone and cross attention with the MLP */
+    int64_t encoder_num_layers, decoder_num_layers;
+    int64_t encoder_seq_length; // seq_length is the decoder's
+    int64_t relative_attention_num_buckets, relative_attention_max_distance;
     double latent_norm_epsilon; // of the norms of latents, with qk_layernorm; 0: norm_epsilon
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
@@ -857,6 +865,7 @@ typedef enum mt_mixer_kind {
     MT_MIXER_MAMBA2,
     MT_MIXER_KDA,
     MT_MIXER_SPARSE_ATTENTION,
+    MT_MIXER_CROSS_ATTENTION, // of a decoder, over the output of the encoder
     MT_MIXER_NONE
 } mt_mixer_kind;
 typedef enum mt_feed_forward_kind {
@@ -877,6 +886,7 @@ typedef struct mt_layer_kind {
     int64_t groups; // heads of keys and values, in the whole model
     mt_softmax_type softmax;
     bool shares_indices; // sparse attention without an indexer: over the keys that the layer before has selected
+    bool of_encoder;
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -3190,6 +3200,10 @@ typedef enum mt_role {
     MT_MTP_EMBEDDING_NORM_BIAS, // this and the next two: of the norms of such a module
     MT_MTP_HIDDEN_NORM_BIAS,
     MT_MTP_FINAL_NORM_BIAS,
+    MT_ENCODER_RELATIVE, // this and the next one: biases by distance, which all layers of the encoder, or decoder,
+                         // share
+    MT_DECODER_RELATIVE,
+    MT_ENCODER_NORM, // after the last layer of the encoder
     MT_NUM_ROLES
 } mt_role;
 
@@ -3201,7 +3215,10 @@ typedef enum mt_unit {
     MT_UNIT_EXPERTS, // of a layer
     MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
     MT_UNIT_UNTRAINED,
-    MT_UNIT_ADAPTERS, // of a layer
+    MT_UNIT_ENCODER_RELATIVE, // these two: biases by distance
+    MT_UNIT_DECODER_RELATIVE,
+    MT_UNIT_ENCODER_OUTPUT, // the norm of the encoder's output
+    MT_UNIT_ADAPTERS,       // of a layer
     MT_UNIT_EXPERT_ADAPTERS,
 } mt_unit;
 
@@ -3370,6 +3387,16 @@ typedef struct mt_teacher_logits {
     float *hidden; // [count, num_hidden, width] of the pairs of the loss, as wide as the student; or NULL
 } mt_teacher_logits;
 
+/* The encoder's part of a micro-batch: sequence s of the batch attends to the sequence of span s; further spans are
+ * padding. */
+typedef struct mt_encoder_batch {
+    int64_t num_tokens;   // 0: the model has no encoder
+    int32_t *tokens;      // [num_tokens]
+    int64_t *token_index; // [num_tokens] as that of mt_batch, with the encoder's sequence length
+    int64_t num_spans;
+    mt_span *spans; // not causal; room for one a token
+} mt_encoder_batch;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -3384,6 +3411,7 @@ typedef struct mt_batch {
     int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
+    mt_encoder_batch encoder;               // of an encoder-decoder, whose decoder has the other fields
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -3391,6 +3419,9 @@ typedef struct mt_batch {
 /* Allocates a batch for up to max_tokens tokens in one block; free it with mt_batch_free. */
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
+
+/* Gives an allocated batch room for up to max_tokens tokens of an encoder; mt_batch_free frees them too. */
+void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
 
 /* The sequences of a micro-batch of an evaluation, and the most that a micro-batch has, for which memory is planned. */
 int64_t mt_eval_micro_batch_size(const mt_options *options);
@@ -3509,10 +3540,11 @@ extern const mt_loss mt_distillation; // mt_distillation_config, also to be set 
 
 /* The sizes that determine a model's memory, and its loss. */
 typedef struct mt_model_plan {
-    int64_t max_tokens;      // tokens of the largest micro-batch or prefill
+    int64_t max_tokens;      // tokens of the largest micro-batch or prefill, of the encoder too
     int64_t max_logits;      // rows of logits held at once
     int64_t cache_rows;      // key/value cache rows a layer; 0: none
     int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
+    int64_t max_inputs;      // of an encoder-decoder with a cache: tokens of a sequence for the encoder
     int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
     int64_t max_position;    // positions that tokens may have (rotary tables)
     int64_t host_memory;     // bytes of this host that all its ranks may use together; 0: the machine's memory
@@ -3626,6 +3658,11 @@ void mt_model_read(mt_model *model, float *logp, float *entropy, float *logits);
  * cache_sequences * ceil(max_position / page_rows) + 1 entries. */
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
+
+/* Of an encoder-decoder: computes the memory of inputs[n], n <= plan->max_inputs, and what the layers of cross
+ * attention make of it, and keeps that in place `slot` of cache_sequences. In mt_model_decode sequence s of the batch
+ * attends to the k rows of span s of batch->encoder, which begin at slot * max_inputs. */
+void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64_t n);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
@@ -4011,6 +4048,8 @@ typedef struct mt_sequence {
     mt_logits_view *view;        // sees the logits of every new token; NULL: none
     void *view_context;
     bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
+    int32_t *inputs;   // [num_inputs] tokens for the encoder of an encoder-decoder; else NULL
+    int64_t num_inputs;
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -4101,6 +4140,7 @@ typedef struct mt_batcher_plan {
     int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
     bool has_states;    // layers keep states: a text shares a prefix only where a state stands
     int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t max_inputs; // tokens of a sequence for the encoder; 0: the model has none
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -4117,6 +4157,8 @@ typedef struct mt_batcher {
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
+    int64_t num_begun;   // sequences whose memory is computed before the forward (mt_model_encode)
+    int64_t *begun;      // their slots
     /* private */
     struct mt_cache_slot *slots;
     int32_t *references, *free_pages; // [num_pages] users of each page; the pages without one

@@ -54,6 +54,15 @@ struct gelu_tanh {
     }
 };
 
+struct relu {
+    __device__ static float value(float x) {
+        return x < 0 ? 0 : x; // NaN stays
+    }
+    __device__ static float slope(float x) {
+        return x < 0 ? 0 : 1;
+    }
+};
+
 struct squared_relu {
     __device__ static float relu(float x) {
         return x < 0 ? 0 : x; // NaN stays

@@ -2839,7 +2839,7 @@ static void what_a_family_cannot_compute_is_refused(void **state) {
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
     const char *const cases[][2] = {
-        {"\"activation_function\": \"relu\"", "\"activation_function\": \"relu\" is not supported"},
+        {"\"activation_function\": \"elu\"", "\"activation_function\": \"elu\" is not supported"},
         {"\"scale_attn_by_inverse_layer_idx\": true", "\"scale_attn_by_inverse_layer_idx\": true is not supported"},
         {"\"reorder_and_upcast_attn\": true", "\"reorder_and_upcast_attn\": true is not supported"},
         {"\"scale_attn_weights\": false", "\"scale_attn_weights\": false is not supported"},

@@ -67,6 +67,42 @@ static void expect_error(mt_sft_config config, const char *lines, const char *wo
     assert_null(samples.tokens);
 }
 
+static void assert_tokens(const int32_t *tokens, int64_t first, int64_t end, const int32_t *expected, int64_t count) {
+    assert_int_equal(end - first, count);
+    for (int64_t i = 0; i < count; i++) assert_int_equal(tokens[first + i], expected[i]);
+}
+
+/* Of an encoder-decoder: a decoder begins with 0, and learns all tokens of the target. */
+static void inputs_and_targets_are_read_and_cut(void **state) {
+    const char *lines = "{\"input\": \"abcdef\", \"target\": \"xyz\"}\n{\"input\": [7, 8], \"target\": \"uvwxyz\"}\n"
+                        "{\"input\": \"ab\", \"target\": [9]}\n";
+    static const int32_t inputs[] = {'a', 'b', 'c', 256, 7, 8, 'a', 'b', 256};
+    static const int32_t targets[] = {0, 'x', 'y', 'z', 256, 0, 'u', 'v', 'w', 'x', 256, 0, 9};
+    mt_sft_config c = {.input_length = 4, .seq_length = 5, .end_id = 256};
+    mt_samples samples;
+    mt_error error;
+    (void)state;
+    if (read_lines(&samples, c, lines, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(samples.count, 3);
+    assert_tokens(samples.inputs, 0, samples.input_offsets[3], inputs, 9);
+    assert_tokens(samples.tokens, 0, samples.offsets[3], targets, 13);
+    for (int64_t s = 0; s < 3; s++)
+        for (int64_t t = samples.offsets[s]; t < samples.offsets[s + 1]; t++)
+            assert_int_equal(samples.is_trained[t], t > samples.offsets[s]);
+    mt_samples_free(&samples);
+    c.long_samples = MT_LONG_DROP; // the first two
+    if (read_lines(&samples, c, lines, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(samples.count, 1);
+    assert_tokens(samples.inputs, samples.input_offsets[0], samples.input_offsets[1], inputs + 6, 3);
+    assert_tokens(samples.tokens, samples.offsets[0], samples.offsets[1], targets + 11, 2);
+    mt_samples_free(&samples);
+    expect_error(c, "{\"input\": \"a\", \"response\": \"b\"}", "has no \"target\", but an encoder-decoder");
+    expect_error(c, "{\"input\": {}, \"target\": \"b\"}", "\"input\" is neither a text nor a list of tokens");
+    expect_error(c, "{\"input\": [], \"target\": \"b\"}", "\"input\" is empty");
+    expect_error(c, "{\"input\": [-1], \"target\": \"b\"}", "\"input\": item 1 is not a token");
+    expect_error(c, "{\"input\": \"a\", \"target\": [300]}", "has the token 300");
+}
+
 static void every_form_of_a_line_is_read(void **state) {
     (void)state;
     const mt_sft_config c = {0};
@@ -410,6 +446,7 @@ static void a_value_head_is_read_at_the_end_of_the_response(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(inputs_and_targets_are_read_and_cut),
         cmocka_unit_test(every_form_of_a_line_is_read),
         cmocka_unit_test(system_history_and_sharegpt_are_read),
         cmocka_unit_test(tokens_behind_an_end_of_document_can_be_masked),

@@ -386,6 +386,8 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .response_key = o->response_key,
                            .whole = o->stack.stage == MT_STAGE_RM,
                            .pairs = config->pairs,
+                           .input_length = o->stack.decoder_num_layers > 0 ? o->stack.encoder_seq_length : 0,
+                           .end_id = config->eod_id,
                            .chosen_key = o->chosen_key,
                            .rejected_key = o->rejected_key,
                            .ref_logps = o->ref_logps_in_data,

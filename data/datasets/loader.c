@@ -492,6 +492,8 @@ int mt_feed_batch(void *context, int64_t index, mt_batch *batch, mt_error *error
     if (status != 0 || !feed->shared) return 0;
     uint64_t prints[] = {mt_contents_fingerprint(batch->tokens, batch->num_tokens * 4, true),
                          mt_contents_fingerprint(batch->labels, batch->num_tokens * 4, true), (uint64_t)index};
+    const mt_encoder_batch *e = &batch->encoder;
+    if (e->num_tokens > 0) prints[2] += mt_contents_fingerprint(e->tokens, e->num_tokens * 4, true);
     feed->print += mt_contents_fingerprint(prints, sizeof prints, true); // ranks read in different orders
     return 0;
 }

@@ -785,6 +785,17 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
+/* The encoder's sequence of a sample; a row is one sample. */
+static void append_input(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index) {
+    mt_encoder_batch *e = &batch->encoder;
+    int64_t from = samples->input_offsets[sample], length = samples->input_offsets[sample + 1] - from;
+    int64_t first = e->num_tokens, index = token_index / samples->target_length * samples->input_length;
+    e->spans[e->num_spans++] = (mt_span){first, length, first, length, false};
+    e->num_tokens += length;
+    for (int64_t i = 0; i < length; i++)
+        e->tokens[first + i] = samples->inputs[from + i], e->token_index[first + i] = index + i;
+}
+
 static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index) {
     int64_t from = samples->offsets[sample], first = batch->num_tokens,
             length = samples->offsets[sample + 1] - from - 1;
@@ -797,6 +808,7 @@ static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sa
         batch->positions[first + i] = (int32_t)i;
         batch->token_index[first + i] = token_index + i;
     }
+    if (samples->inputs) append_input(batch, samples, sample, token_index);
     if (!samples->ref_logps) return;
     float *logps = batch->loss_inputs[MT_REF_LOGP] + first; // the loss reads their sum over the trained tokens
     int64_t last = length - 1;
@@ -817,12 +829,16 @@ static void fill_empty(mt_batch *batch) {
     batch->token_index[0] = -1;
     batch->spans[0] = (mt_span){0, 1, 0, 1, true};
     batch->num_tokens = batch->num_spans = 1;
+    if (!batch->encoder.tokens) return;
+    batch->encoder.tokens[0] = 0, batch->encoder.token_index[0] = -1;
+    batch->encoder.spans[0] = (mt_span){0, 1, 0, 1, false};
+    batch->encoder.num_tokens = batch->encoder.num_spans = 1;
 }
 
 void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
                        int64_t num_tokens, mt_batch *batch) {
     const mt_plan_batch *from = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
-    batch->num_tokens = batch->num_spans = 0;
+    batch->num_tokens = batch->num_spans = batch->encoder.num_tokens = batch->encoder.num_spans = 0;
     batch->context_size = from->context_size;
     for (int64_t i = 0; i < from->count; i++) append_item(batch, &plan->pieces[from->first + i], samples);
     if (from->count == 0) fill_empty(batch);

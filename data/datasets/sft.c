@@ -4,6 +4,7 @@
 #include "../base/file.h"
 #include "../base/text.h"
 #include "../tokens/chat.h"
+#include "../tokens/tokenizer_encode.h"
 #include "../tokens/tokenizer_vocab.h"
 #include "parquet.h"
 
@@ -23,6 +24,8 @@ void mt_samples_free(mt_samples *samples) {
     }
     free(samples->questions);
     free(samples->ref_logps);
+    free(samples->input_offsets);
+    free(samples->inputs);
     *samples = (mt_samples){0};
 }
 
@@ -39,6 +42,9 @@ uint64_t mt_samples_fingerprint(const mt_samples *samples) {
             prints[4 + 2 * i] = mt_contents_fingerprint(question->answer, question->answer_bytes, true);
     }
     uint64_t print = mt_contents_fingerprint(prints, (3 + 2 * count) * 8, true);
+    if (samples->inputs)
+        print += mt_contents_fingerprint(samples->inputs, samples->input_offsets[samples->count] * 4, true) +
+                 mt_contents_fingerprint(samples->input_offsets, (samples->count + 1) * 8, true);
     if (samples->ref_logps) print += mt_contents_fingerprint(samples->ref_logps, samples->count * 8, true);
     free(prints);
     return print;
@@ -63,7 +69,7 @@ typedef struct reader {
     mt_ids ids, turns;
     // all samples; `samples.count` and the last offset count them
     mt_samples samples;
-    int64_t sample_capacity, token_capacity;
+    int64_t sample_capacity, token_capacity, input_capacity;
     int64_t untagged; // prompts whose tag is in no share
     int64_t bad, truncated, dropped, trained, longest, equal_pairs, repeated_prompts;
     mt_text unread; // names of fields that no line was read for, each followed by a 0
@@ -660,6 +666,77 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
     return mt_error_set(error, "\"%s\" and \"%s\" are the same response", choices[0], choices[1]);
 }
 
+/* ---- an encoder-decoder */
+
+/* The tokens of a field, a text or a list of tokens, with end_id behind them; `most`: how many there may be. Longer
+ * ones are cut off, or with --long-samples drop set *drops. */
+static int read_side(reader *r, const json_t *field, const char *name, int64_t most, bool *drops, mt_error *error) {
+    const mt_sft_config *c = r->config;
+    size_t i;
+    const json_t *token;
+    r->ids.count = 0;
+    if (!json_is_string(field) && !json_is_array(field))
+        return mt_error_set(error, "\"%s\" is neither a text nor a list of tokens", name);
+    json_array_foreach(field, i, token) {
+        double id = json_number_value(token);
+        if (!json_is_number(token) || id < 0 || id > INT32_MAX || id != floor(id))
+            return mt_error_set(error, "\"%s\": item %lld is not a token", name, (long long)i + 1);
+        mt_ids_push(&r->ids, (int32_t)id);
+    }
+    if (json_is_string(field) && !r->tokenizer) return check_tokenizer(r, error);
+    if (json_is_string(field) && mt_tokenizer_encode(r->tokenizer, json_string_value(field),
+                                                     (int64_t)json_string_length(field), &r->ids, error) != 0)
+        return -1;
+    if (json_is_string(field) && c->end_id >= 0) mt_ids_push(&r->ids, (int32_t)c->end_id);
+    if (r->ids.count == 0) return mt_error_set(error, "\"%s\" is empty", name);
+    if (check_tokens(r, error) != 0) return -1;
+    if (r->ids.count <= most) return 0;
+    *drops |= c->long_samples == MT_LONG_DROP;
+    r->truncated += !*drops;
+    r->ids.count = most;
+    if (c->end_id >= 0) r->ids.data[most - 1] = (int32_t)c->end_id;
+    return 0;
+}
+
+/* Appends the tokens of the reader as the input of the next sample. */
+static void add_input(reader *r) {
+    mt_samples *s = &r->samples;
+    int64_t first = s->input_offsets ? s->input_offsets[s->count] : 0, end = first + r->ids.count;
+    s->input_offsets = mt_realloc(s->input_offsets, (s->count + 2) * 8);
+    if (end > r->input_capacity) s->inputs = mt_realloc(s->inputs, (r->input_capacity = 2 * end + 65536) * 4);
+    memcpy(s->inputs + first, r->ids.data, (size_t)r->ids.count * 4);
+    s->input_offsets[s->count] = first, s->input_offsets[s->count + 1] = end;
+}
+
+/* Reads one line as a sample with an input: the decoder begins with token 0, as T5's, and all tokens of the target
+ * count. */
+static int read_mapping(reader *r, const json_t *object, mt_error *error) {
+    const mt_sft_config *c = r->config;
+    const char *input_name, *target_name;
+    const json_t *input = find_field(object, c->prompt_key, "input", NULL, &input_name);
+    const json_t *target = find_field(object, c->response_key, "target", NULL, &target_name);
+    int64_t truncated = r->truncated;
+    bool drops = false;
+    if (!input || !target)
+        return mt_error_set(error,
+                            "has no \"%s\", but an encoder-decoder learns from an input and a target; name the fields "
+                            "with --prompt-key and --response-key",
+                            input ? target_name : input_name);
+    if (read_side(r, input, input_name, c->input_length, &drops, error) != 0) return -1;
+    add_input(r);
+    if (read_side(r, target, target_name, c->seq_length, &drops, error) != 0) return -1;
+    r->dropped += drops;
+    if (drops) r->truncated = truncated;
+    if (drops) return 0;
+    int64_t count = r->ids.count;
+    mt_ids_push(&r->ids, 0);
+    memmove(r->ids.data + 1, r->ids.data, (size_t)count * 4);
+    r->ids.data[0] = 0, r->turns.count = 0;
+    for (int64_t i = 0; i <= count; i++) mt_ids_push(&r->turns, i > 0);
+    add_sample(r, count + 1);
+    return 0;
+}
+
 /* A copy that ends with a 0. */
 static char *copy_text(const char *text, int64_t bytes) {
     char *copy = mt_malloc(bytes + 1);
@@ -820,6 +897,11 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     find_field(object, c->query_key, "input", NULL, &query_name);
     const char *read[14] = {"system"};
     int count = 1;
+    if (c->input_length > 0) {
+        find_field(object, c->prompt_key, "input", NULL, &prompt_name);
+        find_field(object, c->response_key, "target", NULL, &response_name);
+        return strcmp(key, prompt_name) == 0 || strcmp(key, response_name) == 0;
+    }
     if (takes_extras(r)) read[count++] = "tools";
     if (takes_extras(r)) read[count++] = "chat_template_kwargs";
     if (c->prompts) read[count++] = answer_name;
@@ -873,9 +955,10 @@ static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error
     int status = check_line(object, error);
     if (status == 0) status = read_settings(r, object, error);
     if (status == 0)
-        status = r->config->prompts ? read_question(r, object, error)
-                 : r->config->pairs ? read_pair(r, object, error)
-                                    : read_single(r, object, error);
+        status = r->config->prompts        ? read_question(r, object, error)
+                 : r->config->input_length ? read_mapping(r, object, error)
+                 : r->config->pairs        ? read_pair(r, object, error)
+                                           : read_single(r, object, error);
     if (status == 0) note_unread(r, object);
     remove_messages(r);
     json_decref(object);
@@ -1057,6 +1140,7 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
         status = mt_error_set(error, "--chat-template-kwargs needs a tokenizer whose folder has a chat template");
     for (int64_t i = 0; i < config->paths.count && status == 0; i++)
         status = read_file(&r, config->paths.items[i], error);
+    r.samples.input_length = config->input_length, r.samples.target_length = config->seq_length;
     if (status == 0) status = check_count(&r, error);
     if (status == 0) print_summary(&r);
     if (status != 0) mt_samples_free(&r.samples);

@@ -31,6 +31,10 @@ typedef struct mt_samples {
     bool pairs;             // samples 2i and 2i + 1 are one item of a row: a chosen and a rejected response
     mt_question *questions; // [count] if samples are prompts; else NULL
     double *ref_logps;      // [count] or NULL: log-probability of the trained tokens by the reference model
+    /* of an encoder-decoder: inputs of sample s are [input_offsets[s], input_offsets[s + 1]); else NULL */
+    int64_t *input_offsets; // [count + 1]
+    int32_t *inputs;
+    int64_t input_length, target_length; // the most of a sample, of inputs and of positions
 } mt_samples;
 
 /* Frees the arrays. */
@@ -56,6 +60,8 @@ typedef struct mt_sft_config {
     bool whole;        // the last token is an input too, as a value head needs: an untrained token 0 follows it
     bool pairs;        // lines hold a chosen and a rejected response: samples 2i and 2i + 1. Else such lines are bad
     const char *chosen_key, *rejected_key; // NULL: chosen, rejected
+    int64_t input_length;   // of an encoder-decoder: the most inputs; lines hold an input and a target. 0: none
+    int64_t end_id;         // of an encoder-decoder: after an input and a target; -1: nothing. Before a target stands 0
     bool ref_logps;         // pairs have the log-probabilities by the reference model; they cannot be truncated
     bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
     const char *answer_key; // NULL: answer, ground_truth or reward_model.ground_truth
@@ -83,6 +89,8 @@ typedef struct mt_sft_config {
  * that would make another sample of a line and are not supported are errors; others that are not read are named in the
  * log.
  *
+ *   {"input": "...", "target": "..."} with `input_length`; each may be a list of tokens, which is taken as it is. A
+ *   longer one is cut off, and ends with end_id, or the line is left out
  *   {"prompt": "...", "answer": "..."} with `prompts`; the prompt may be a list of messages, or "messages"; the answer
  * a number. Samples are the tokens up to the header of the response; those above seq_length are left out
  *

@@ -156,6 +156,26 @@ static const mt_hf_conversion mt_groups = {NULL, mt_groups_write},
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys have no flags
 
 static const mt_hf_key mt_hf_keys[] = {
+    {"vocab_size", T5, MT_AT(stack.vocab_size), 0, "32128"},
+    {"d_model", T5, MT_AT(stack.hidden_size), 0, "512"},
+    {"d_kv", T5, MT_AT(stack.kv_channels), 0, "64"},
+    {"d_ff", T5, MT_AT(stack.ffn_hidden_size), 0, "2048"},
+    {"num_layers", T5, MT_AT(stack.encoder_num_layers), 0, "6"},
+    {"num_decoder_layers", T5, MT_AT(stack.decoder_num_layers), NULLABLE}, // absent: as many as the encoder
+    {"num_heads", T5, MT_AT(stack.num_attention_heads), 0, "8"},
+    {"relative_attention_num_buckets", T5, MT_AT(stack.relative_attention_num_buckets), 0, "32"},
+    {"relative_attention_max_distance", T5, MT_AT(stack.relative_attention_max_distance), 0, "128"},
+    {"dropout_rate", T5, MT_AT(stack.hidden_dropout), 0, "0.1"},
+    {"dropout_rate", T5, MT_AT(stack.attention_dropout), 0, "0.1"},
+    {"layer_norm_epsilon", T5, MT_AT(stack.norm_epsilon), 0, "1e-6"},
+    {"n_positions", T5, MT_AT(stack.max_position_embeddings), 0, "1048576"}, // distances have no end
+    {"is_encoder_decoder", T5, 0, FIXED, "true"},
+    {"is_decoder", T5, 0, FIXED, "false"},
+    {"use_cache", T5, 0, FIXED | WRITE, "true"},
+    {NULL, T5, MT_AT(stack.normalization), 0, "\"RMSNorm\""},
+    {NULL, T5, MT_AT(stack.position_embedding_type), 0, "\"relative\""},
+    {NULL, T5, MT_AT(stack.softmax_scale), 0, "1"},
+
     {"vocab_size", ALL & ~GPT_OSS, MT_AT(stack.vocab_size), REQUIRED},
     {"vocab_size", GPT_OSS, MT_AT(stack.vocab_size), 0, "201088"},
     {"initializer_range", ALL & ~(MEGATRON | HY_V3), MT_AT(stack.init_method_std), 0, "0.02"},
@@ -751,6 +771,7 @@ static const struct {
     {MINIMAX_M2, 200034, 200020, -1},
     {LFM2, 1, 2, 0},
     {MIMO_V2_FLASH, 1, -1, -1},
+    {T5, -1, 1, 0},
     {ALL, -1, -1, -1},
 };
 
@@ -1561,6 +1582,53 @@ static void mt_config_finish_block(mt_config *config, uint64_t mask, mt_run_opti
                        (long long)shape->stack.num_query_groups, (long long)shape->stack.num_attention_heads);
 }
 
+/* The activation of T5: its name, after "gated-" with a gate. "gated-gelu" is the tanh approximation. */
+static void mt_config_read_feed_forward(mt_config *config, mt_options *shape) {
+    const char *name = mt_config_string(config, config->root, "feed_forward_proj", "relu");
+    bool gated = name && strncmp(name, "gated-", 6) == 0;
+    const char *word = gated ? name + 6 : name ? name : "";
+    const mt_hf_key key = {"feed_forward_proj", T5, 0, gated ? GATED_ACTIVATION : PLAIN_ACTIVATION, NULL, NULL};
+    json_t *value = json_string(gated && strcmp(word, "gelu") == 0 ? "gelu_new" : word);
+    mt_config_set_activation(config, &key, value, shape);
+    json_decref(value);
+}
+
+/* transformers 5 scales the decoder's output by 1 / sqrt(d_model) unless the file says that embeddings are not tied;
+ * its own files keep that as "scale_decoder_outputs". */
+static void mt_config_finish_t5(mt_config *config, mt_run_options *shape) {
+    mt_options *s = &shape->stack;
+    bool tied = mt_config_bool(config, config->root, "tie_word_embeddings", true);
+    bool scales = mt_config_bool(config, config->root, "scale_decoder_outputs", tied);
+    int64_t start = mt_config_int(config, config->root, "decoder_start_token_id", 0);
+    s->untie_embeddings_and_output_weights = !tied;
+    s->logits_scaling = scales ? sqrt((double)s->hidden_size) : 1;
+    double factor = mt_config_real(config, config->root, "initializer_factor", 1);
+    s->init_method_std = mt_config_real(config, config->root, "init_method_std", 0.02 * factor); // ours: not rounded
+    if (s->decoder_num_layers == 0) s->decoder_num_layers = s->encoder_num_layers;
+    s->num_layers = s->encoder_num_layers + 2 * s->decoder_num_layers;
+    shape->add_bias_linear = false;
+    mt_config_read_feed_forward(config, s);
+    if (start != 0)
+        mt_config_fail(config,
+                       "\"decoder_start_token_id\" is %lld; only decoders that begin with token 0 are supported",
+                       (long long)start);
+}
+
+static void mt_config_write_t5(json_t *root, const mt_options *o) {
+    mt_activation activation = mt_options_activation(o);
+    const mt_activation_row *row = &mt_activation_rows[activation];
+    const char *names = activation == MT_ACTIVATION_GEGLU ? "gelu" : row->config_names;
+    char text[80];
+    snprintf(text, sizeof text, "%s%.*s", row->gated ? "gated-" : "", (int)strcspn(names, "|"), names);
+    mt_json_set_string(root, "feed_forward_proj", text);
+    mt_json_set_bool(root, "tie_word_embeddings", !o->untie_embeddings_and_output_weights);
+    mt_json_set_bool(root, "scale_decoder_outputs", o->logits_scaling != 1);
+    mt_json_set_real(root, "initializer_factor", o->init_method_std / 0.02);
+    mt_json_set_real(root, "init_method_std", o->init_method_std);
+    mt_json_set_int(root, "decoder_start_token_id", 0);
+    if (!json_object_get(root, "pad_token_id")) mt_json_set_int(root, "pad_token_id", 0);
+}
+
 /* A model that no family of transformers describes: this program's own options, under their names. */
 static void mt_config_read_megatron(mt_config *config, mt_run_options *shape) {
     char name[80];
@@ -1653,6 +1721,7 @@ static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
     mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
+    if (mask & T5) mt_config_finish_t5(config, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
     mt_config_read_head(config, &shape->stack);
     memset(shape->given, 0, sizeof shape->given);
@@ -2103,6 +2172,7 @@ char *mt_options_write_hf_config(const mt_run_options *o) {
     mt_json_set_string(root, "dtype", dtype);
     mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5
     if (mask & BLOCKS) mt_config_write_block(root, mask, o);
+    if (mask & T5) mt_config_write_t5(root, &o->stack);
     for (const mt_option *row = mt_option_table; mask & MEGATRON && row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_write_keys(root, &key, 1, MEGATRON, o);
     char *text = mt_json_print(root);
@@ -2183,6 +2253,14 @@ static void mt_family_append_causes(char *text, int room, mt_hf_family family, c
 
 int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_error *error) {
     char causes[300] = "";
+    if (o->stack.decoder_num_layers > 0 && o->stack.hf_family != MT_HF_T5) {
+        mt_family_append_causes(causes, sizeof causes, MT_HF_T5, o);
+        return mt_error_set(
+            error,
+            "--decoder-num-layers: an encoder-decoder is one of T5, with --disable-bias-linear, "
+            "--softmax-scale 1, one rate of dropout and --logits-scaling of 1 or sqrt(--hidden-size)%s%s",
+            *causes ? "; leave out or change " : "", causes);
+    }
     bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
     if (!o->load || stored == MT_HF_UNKNOWN || same || o->stack.moe_use_upcycling) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);

@@ -9,7 +9,10 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double L = (double)o->moe_latent_size, rows = L > 0 ? L : C; // channels of a row of the experts
     double visited = matrices * (double)(o->moe_router_topk * o->moe_ffn_hidden_size) * rows + 2 * C * L;
     visited += matrices * (double)o->moe_shared_expert_intermediate_size * C;
-    double mlps = (double)mt_num_dense_layers(o) * mlp + experts * visited;
+    double dense = (double)mt_num_dense_layers(o);
+    if (o->decoder_num_layers > 0) // the encoder's layers see its tokens
+        dense += (double)o->encoder_num_layers * ((double)o->encoder_seq_length / T - 1);
+    double mlps = dense * mlp + experts * visited;
     for (int64_t i = 0; i < o->num_layers; i++) mixers += mt_mixer_multiplications(o, i);
     double output = C * (double)o->padded_vocab_size;
     double layers = mixers + mlps, module = 0;

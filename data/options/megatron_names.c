@@ -186,7 +186,7 @@ static const struct {
     {MT_NAME_NAMED, "--lr-warmup-iters", "warmup-iters"},
     {MT_NAME_NAMED, "--global-batch-size", "train-batch-size"},
     {MT_NAME_NAMED, "--hidden-size", "d-model n-embd"},
-    {MT_NAME_NAMED, "--num-layers", "encoder-num-layers n-layer n-layers"},
+    {MT_NAME_NAMED, "--num-layers", "n-layer n-layers"},
     {MT_NAME_NAMED, "--num-attention-heads", "n-head n-heads num-heads"},
     {MT_NAME_NAMED, "--vocab-size", "vocab"},
     {MT_NAME_NAMED, "--train-epochs", "epochs num-epochs"},
@@ -211,8 +211,7 @@ static const struct {
     {MT_NAME_NAMED, "--micro-batch-size", "batch-size"},
     {MT_NAME_NAMED, "--tensor-model-parallel-size", "model-parallel-size tensor-parallel-size tp tp-size"},
     {MT_NAME_NAMED, "--pipeline-model-parallel-size", "pipeline-parallel-size pp pp-size"},
-    {MT_NAME_NAMED, "--seq-length",
-     "block-size context-length ctx-size encoder-seq-length max-seq-len max-seq-length sequence-length"},
+    {MT_NAME_NAMED, "--seq-length", "block-size context-length ctx-size max-seq-len max-seq-length sequence-length"},
     {MT_NAME_NAMED, "--trace-first-step", "profile-step-start"},
     {MT_NAME_NAMED, "--trace-last-step", "profile-step-end"},
     {MT_NAME_NAMED, "--profile, a table of operations, or --trace, a timeline",
@@ -423,9 +422,9 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "models of images and text (MIMO)",
      "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size image-token-id "
      "language-model-checkpoint model-provider packing-buffer-size total-seq-length vision-encoder-checkpoint"},
-    {MT_NAME_UNSUPPORTED, "encoders: BERT, T5 and retrieval",
+    {MT_NAME_UNSUPPORTED, "BERT, retrieval, and T5's training on masked spans",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
-     "biencoder-shared-query-context-model block-data-path decoder-num-layers decoder-seq-length embedding-path "
+     "biencoder-shared-query-context-model block-data-path embedding-path "
      "evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval mask-prob "
      "output-bert-embeddings query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling "
      "sample-rate short-seq-prob titles-data-path use-one-sent-docs vocab-extra-ids"},

@@ -239,6 +239,31 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     return mt_options_list_module(o, error);
 }
 
+/* An encoder-decoder: its two lengths, and the number of layers of the string (mt_options). A second call changes
+ * nothing. */
+static int mt_options_list_halves(mt_run_options *o, mt_error *error) {
+    mt_options *s = &o->stack;
+    int64_t buckets = s->relative_attention_num_buckets, exact = buckets / 2; // of the decoder: a distance each
+    if (s->decoder_num_layers == 0) return 0;
+    if (s->encoder_num_layers == 0) s->encoder_num_layers = s->num_layers;
+    if (s->encoder_num_layers == 0)
+        return mt_error_set(error, "--decoder-num-layers needs the layers of the encoder too: give --num-layers");
+    s->num_layers = s->encoder_num_layers + 2 * s->decoder_num_layers;
+    if (s->encoder_seq_length == 0) s->encoder_seq_length = s->seq_length;
+    if (o->decoder_seq_length > 0) s->seq_length = o->decoder_seq_length;
+    if (s->seq_length == 0) s->seq_length = s->encoder_seq_length;
+    const mt_constraint rules[] = {
+        {buckets % 2 != 0,
+         "--relative-attention-num-buckets %lld must be even: the encoder has half of them for each "
+         "direction",
+         {buckets}},
+        {s->relative_attention_max_distance <= exact,
+         "--relative-attention-max-distance %lld must be more than half of --relative-attention-num-buckets %lld",
+         {s->relative_attention_max_distance, buckets}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Options of Mamba-2 and of short convolutions need layers that have them. */
 static int mt_options_check_mamba(const mt_run_options *o, mt_error *error) {
     static const size_t offsets[] = {MT_AT(stack.mamba_state_dim),    MT_AT(stack.mamba_head_dim),
@@ -389,6 +414,22 @@ static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
     return kinds < 2 ? 0 : mt_error_set(error, "the run lacks %s", text);
 }
 
+/* Data of an encoder-decoder. */
+static int mt_options_check_mappings(const mt_run_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {.broken = o->mock_data,
+         .message = "--mock-data has no inputs for an encoder; give --sft --data-path FILE.jsonl"},
+        {.broken = o->sequence_packing,
+         .message = "--sequence-packing: pairs of an encoder-decoder are not packed so far; leave it out"},
+        {.broken = o->variable_seq_lengths,
+         .message = "--variable-seq-lengths: micro-batches of an encoder-decoder have whole rows so far; leave it out"},
+        {o->stack.max_position_embeddings > 0 && o->stack.seq_length > o->stack.max_position_embeddings,
+         "--decoder-seq-length %lld is more than --max-position-embeddings %lld",
+         {o->stack.seq_length, o->stack.max_position_embeddings}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
     if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
@@ -401,6 +442,11 @@ static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
                             cuts && o->reset_position_ids ? "reset-position-ids"
                             : cuts                        ? "reset-attention-mask"
                                                           : "eod-mask-loss");
+    if (o->stack.decoder_num_layers > 0 && mt_options_check_mappings(o, error) != 0) return -1;
+    if (o->stack.decoder_num_layers > 0 && !o->sft)
+        return mt_error_set(error,
+                            "--decoder-num-layers: an encoder-decoder is trained on pairs of texts; give --sft, and "
+                            "lines with \"input\" and \"target\"");
     if (mt_options_check_validation_sets(o, error) != 0) return -1;
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
@@ -438,6 +484,12 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
     if (of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
         return mt_error_set(error, "--chat-template%s needs --chat, --prompts, --serve or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
+    const char *idle = o->chat ? "chat" : o->serve ? "serve" : o->score ? "score" : o->prompts ? "prompts" : NULL;
+    if (o->stack.decoder_num_layers > 0 && idle)
+        return mt_error_set(error,
+                            "--%s: an encoder-decoder answers --prompt, --prompt-tokens and lines of standard input "
+                            "so far; leave it out",
+                            idle);
     if (o->score && o->stack.seq_length == 0 && !mt_options_score_samples(o))
         return mt_error_set(error, "--seq-length is missing: --score needs it for sequences of int32 tokens");
     return 0;
@@ -631,9 +683,10 @@ int mt_options_complete(mt_run_options *options, mt_program program, int64_t wor
     if (mt_options_memory_limit(options, &options->stack.memory_limit, error) != 0) return -1;
     if (options->grad_reduce_in_bf16) options->stack.main_grads_dtype = MT_OPTIMIZER_BF16;
     if (mt_options_reduces_in_fp16(options)) options->stack.main_grads_dtype = MT_OPTIMIZER_FP16;
-    if (mt_options_check_ranges(options, program, error) || mt_options_list_hybrid_layers(options, error) ||
-        mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
-        mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))
+    if (mt_options_check_ranges(options, program, error) || mt_options_list_halves(options, error)) return -1;
+    if (mt_options_list_hybrid_layers(options, error) || mt_options_list_expert_layers(options, error) ||
+        mt_options_list_attention_layers(options, error) || mt_options_list_linear_layers(options, error) ||
+        mt_options_check_mamba(options, error))
         return -1;
     if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;

@@ -73,6 +73,7 @@ typedef struct mt_run_options {
     bool use_precision_aware_optimizer, use_distributed_optimizer, grad_reduce_in_bf16;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t num_layers_per_virtual_pipeline_stage;
+    int64_t decoder_seq_length;           // of an encoder-decoder: stack.seq_length, once options are finished
     char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
     bool recompute_activations, moe_layer_recompute;
     mt_strings lora_target; // names of Hugging Face modules; see stack.lora_roles

@@ -784,8 +784,13 @@ static const char *print_count(char out[32], double count) {
 /* "llama model: 4 layers, hidden size 128, 868 thousand parameters". */
 static void print_model(const mt_options *o, FILE *file) {
     char parameters[32];
-    fprintf(file, "%s model: %lld layer%s, hidden size %lld, ", mt_hf_family_name(o->hf_family),
-            (long long)o->num_layers, o->num_layers == 1 ? "" : "s", (long long)o->hidden_size);
+    fprintf(file, "%s model: ", mt_hf_family_name(o->hf_family));
+    if (o->decoder_num_layers > 0)
+        fprintf(file, "%lld and %lld layers of encoder and decoder", (long long)o->encoder_num_layers,
+                (long long)o->decoder_num_layers);
+    else
+        fprintf(file, "%lld layer%s", (long long)o->num_layers, o->num_layers == 1 ? "" : "s");
+    fprintf(file, ", hidden size %lld, ", (long long)o->hidden_size);
     if (mt_num_expert_layers(o) > 0)
         fprintf(file, "%lld experts with top-%lld routing, ", (long long)o->num_experts, (long long)o->moe_router_topk);
     fprintf(file, "%s parameters", print_count(parameters, (double)mt_num_parameters(o)));

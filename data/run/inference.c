@@ -100,7 +100,7 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     mt_inference_check(r, add_turn_end(r, &stops, &error), &error);
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
-    plan.page_rows = o->inference_dynamic_batching_block_size;
+    plan.page_rows = o->inference_dynamic_batching_block_size, plan.max_inputs = r->max_inputs;
     mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     mt_inference_open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, &r->options, r->context, stderr);
@@ -113,10 +113,12 @@ int mt_inference_begin_text(const mt_inference *r, mt_sequence *sequence, int64_
                             mt_error *error) {
     mt_ids ids = {mt_malloc(4), 0, 1};
     if (r->bos >= 0) ids.data[ids.count++] = r->bos;
+    bool encodes = r->options.stack.decoder_num_layers > 0;
     int status = mt_tokenizer_encode(r->tokenizer, text, bytes, &ids, error);
+    if (status == 0 && encodes) mt_ids_push(&ids, mt_tokenizer_eod(r->tokenizer)); // as in training
     if (status == 0)
-        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
-                                   &r->options.stack, error);
+        status = (encodes ? mt_sequence_begin_mapping : mt_sequence_begin)(
+            sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens, &r->options.stack, error);
     free(ids.data);
     return status;
 }

@@ -21,8 +21,9 @@ typedef struct mt_inference {
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
     mt_error no_tokenizer;   // why the model's folder gives none, with --score
     const char *tokenizer_path;
-    int32_t bos;     // begins the model's texts; -1: none
-    int64_t context; // tokens of a sequence at most
+    int32_t bos;        // begins the model's texts; -1: none
+    int64_t context;    // tokens of a sequence at most
+    int64_t max_inputs; // of an encoder-decoder: the most tokens for the encoder of the sequences to come
     mt_model *model;
     mt_generator *generator;
     mt_responses responses; // the texts of the sequences at hand

@@ -334,7 +334,10 @@ static void open_model(mt_run *r) {
     int64_t here = o->stack.dynamic_context_parallel
                        ? o->max_seqlen_per_dp_cp_rank
                        : mt_rank_tokens(&o->stack, mt_largest_micro_batch_size(&o->stack) * mt_row_length(&o->stack));
-    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->stack.seq_length, .train = true};
+    bool encodes = o->stack.decoder_num_layers > 0;
+    int64_t inputs = mt_rank_tokens(&o->stack, mt_largest_micro_batch_size(&o->stack) * o->stack.encoder_seq_length);
+    int64_t most = encodes ? mt_max(here, inputs) : here;
+    mt_model_plan plan = {.max_tokens = most, .max_logits = here, .max_position = o->stack.seq_length, .train = true};
     plan.loss = mt_stage_loss_of(&r->loss, o);
     if (plan.loss && plan.loss->distillation) {
         plan.num_taps = r->loss.distillation.num_pairs;
@@ -361,6 +364,7 @@ static void open_model(mt_run *r) {
     if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan);
     if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->stack.context_parallel_size);
+    if (encodes) mt_batch_alloc_encoder(&r->batch, most);
 }
 
 /* ---- saving */

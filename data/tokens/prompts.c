@@ -45,8 +45,19 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
     return 0;
 }
 
+int mt_sequence_begin_mapping(mt_sequence *sequence, int64_t id, const int32_t *inputs, int64_t num_inputs,
+                              int64_t context, int64_t max_new_tokens, const mt_options *o, mt_error *error) {
+    static const int32_t start = 0;
+    *sequence = (mt_sequence){.slot = -1};
+    if (mt_prompt_check(id, inputs, num_inputs, context + 1, o, error) != 0) return -1;
+    if (mt_sequence_begin(sequence, id, &start, 1, context, max_new_tokens, o, error) != 0) return -1;
+    sequence->inputs = memcpy(mt_malloc(num_inputs * 4), inputs, (size_t)num_inputs * 4);
+    sequence->num_inputs = num_inputs;
+    return 0;
+}
+
 void mt_sequence_end(mt_sequence *sequence) {
-    free(sequence->tokens);
+    free(sequence->tokens), free(sequence->inputs);
     free(sequence->logps), free(sequence->routes);
     *sequence = (mt_sequence){.slot = -1};
 }
@@ -65,7 +76,10 @@ int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64
         ids[count++] = (int32_t)token;
         from = *end ? end + 1 : NULL;
     }
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, max_new_tokens, options, error);
+    bool encodes = options->decoder_num_layers > 0;
+    if (status == 0)
+        status = (encodes ? mt_sequence_begin_mapping : mt_sequence_begin)(sequence, id, ids, count, context,
+                                                                           max_new_tokens, options, error);
     free(ids);
     return status;
 }

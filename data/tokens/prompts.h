@@ -29,6 +29,10 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
 /* Frees its arrays. */
 void mt_sequence_end(mt_sequence *sequence);
 
+/* The same for an encoder-decoder: a sequence that begins with token 0, and has a copy of inputs[num_inputs]. */
+int mt_sequence_begin_mapping(mt_sequence *sequence, int64_t id, const int32_t *inputs, int64_t num_inputs,
+                              int64_t context, int64_t max_new_tokens, const mt_options *options, mt_error *error);
+
 /* mt_sequence_begin from token ids as text, such as "1,2,3"; any other text is an error. */
 int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, int64_t max_new_tokens,
                       const mt_options *options, mt_error *error);
