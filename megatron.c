@@ -311,6 +311,8 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .embedding_multiplier = 1,
         .attention_value_scale = 1,
         .init_method_std = 0.02,
+        .relative_attention_num_buckets = 32,
+        .relative_attention_max_distance = 128,
         .hidden_dropout = 0.1,
         .attention_dropout = 0.1,
         .rotary_base = 10000,
@@ -11307,9 +11309,8 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
     }
 }
 
-/* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
-static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
-                              bool last) {
+/* Adds dx[R, C] to the embedding's gradients. Those of the word embedding stay acquired. */
+static void mt_embed_accumulate(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = dx;
@@ -11325,6 +11326,12 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int
     }
     mt_bucket_gradients_acquire(m, mt_word_bucket(m)); // a tied head may have acquired it already
     mt_vocab_embedding_backward(&p->tp, dx, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
+}
+
+/* The same, and releases them. last: this completes the word embedding's gradient of the step. */
+static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
+                              bool last) {
+    mt_embed_accumulate(m, p, dx, tokens, layer);
     mt_bucket_gradients_release(m, mt_word_bucket(m), last);
 }
 
@@ -12314,7 +12321,7 @@ static void mt_decoder_enter_backward(mt_model *m, const mt_pass *p, void *dresi
     const mt_output *out = &p->mb->encoder.output;
     mt_pass encoder = mt_encoder_pass(m, p);
     mt_relative_release(m, false, true, p->last);
-    mt_embed_backward(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers, false);
+    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers); // the encoder's follows
     mt_bucket_acquire(m, m->encoder_bucket);
     mt_bucket_gradients_acquire(m, m->encoder_bucket);
     mt_norm_backward(m, &encoder, &m->outer.encoder_norm, &out->norm, dresidual, NULL, m->scratch.dmemory, out->hidden);

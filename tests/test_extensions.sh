@@ -98,7 +98,7 @@ has_its_slope() {
 }
 
 the_activation_has_its_slope() {
-    has_its_slope --softplus
+    has_its_slope --elu
 }
 
 # The first step changes each weight by lr / sqrt(1 - beta2) = 2 lr, so that the loss falls by 2 lr |g|_1, which is at

@@ -1134,7 +1134,8 @@ static int check_count(const reader *r, mt_error *error) {
 int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_tokenizer *tokenizer, mt_error *error) {
     reader r = {.config = config, .tokenizer = tokenizer, .samples.pairs = config->pairs};
     *samples = (mt_samples){0};
-    int status = tokenizer ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
+    bool chats = tokenizer && config->input_length == 0; // pairs are texts alone
+    int status = chats ? mt_chat_open(&r.chat, config->chat_template, tokenizer, config->tokenizer_path, error) : 0;
     if (status == 0 && r.chat) status = mt_chat_set_variables(r.chat, config->chat_template_kwargs, error);
     if (!tokenizer && config->chat_template_kwargs)
         status = mt_error_set(error, "--chat-template-kwargs needs a tokenizer whose folder has a chat template");

@@ -1891,6 +1891,9 @@ int mt_options_take_shape(mt_run_options *options, const char *json, int64_t byt
     mt_options_default(&shape);
     int result = mt_config_read(&shape, json, bytes, path, note, error);
     if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
+    const mt_options *halves = &shape.stack; // --num-layers of an encoder-decoder is its encoder's
+    if (!result && halves->decoder_num_layers > 0 && options->stack.num_layers == halves->encoder_num_layers)
+        options->stack.num_layers = halves->num_layers;
     if (!result && has_weights && options->stack.moe_use_upcycling && shape.stack.num_experts > 0)
         result = mt_error_set(error, "--moe-use-upcycling: the model of %.200s has experts; leave it out", path);
     if (!result && has_weights && options->stack.moe_use_upcycling) {

@@ -392,8 +392,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
      "dsa-indexer-k-norm-fp32 dsa-kernel-backend "
      "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
-     "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm relative-attention-max-distance "
-     "relative-attention-num-buckets"},
+     "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
      "heterogeneous-layers-config-path mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num "

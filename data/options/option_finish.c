@@ -245,7 +245,9 @@ static int mt_options_list_halves(mt_run_options *o, mt_error *error) {
     mt_options *s = &o->stack;
     int64_t buckets = s->relative_attention_num_buckets, exact = buckets / 2; // of the decoder: a distance each
     if (s->decoder_num_layers == 0) return 0;
-    if (s->encoder_num_layers == 0) s->encoder_num_layers = s->num_layers;
+    bool is_new = MT_GIVEN(o, stack.num_layers) && !MT_GIVEN(o, stack.encoder_num_layers) &&
+                  s->num_layers != s->encoder_num_layers + 2 * s->decoder_num_layers; // not by an earlier call
+    if (s->encoder_num_layers == 0 || is_new) s->encoder_num_layers = s->num_layers;
     if (s->encoder_num_layers == 0)
         return mt_error_set(error, "--decoder-num-layers needs the layers of the encoder too: give --num-layers");
     s->num_layers = s->encoder_num_layers + 2 * s->decoder_num_layers;
