@@ -4178,8 +4178,14 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
+/* Key heads of linear attention, or groups of Mamba-2: one mixer of these kinds per model. */
+static int64_t mt_linear_key_heads(const mt_options *o) {
+    if (mt_has_mixer(o, MT_MIXER_MAMBA2)) return o->mamba_num_groups;
+    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
+    return has_delta ? o->linear_num_key_heads : 0;
+}
+
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
-    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(options, MT_MIXER_KDA);
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
                            .context = options->context_parallel_size,
                            .pipeline = options->pipeline_model_parallel_size,
@@ -4188,7 +4194,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel,
-                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0,
+                           .linear_key_heads = mt_linear_key_heads(options),
                            .pipeline_before_data = options->use_tp_pp_dp_mapping};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
@@ -6508,8 +6514,8 @@ enum {
 const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
                                            MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
-/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention, than ranks,
- * neighbours hold the same one. */
+/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention or groups of
+ * Mamba-2, than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT_CUT_KEY_HEADS } mt_cut;
 
 /* Kinds of parameters. */
@@ -6517,13 +6523,14 @@ typedef enum mt_param_kind {
     MT_EMBEDDING,         // rows of the vocabulary
     MT_COLUMN,            // column-parallel linear: a share of the outputs
     MT_COLUMN_KV,         // the same for key and value heads
-    MT_COLUMN_KEYS,       // the same for key heads of linear attention
+    MT_COLUMN_KEYS,       // the same for key heads of linear attention, groups of Mamba-2
     MT_ROW,               // row-parallel linear: a share of the inputs
     MT_REPLICATED,        // whole on every rank
     MT_REPLICATED_OUTPUT, // the same of a product that is added to the residual stream
     MT_ROUTING,           // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
+    MT_COLUMN_KEYS_BIAS,
     MT_ROW_BIAS,
     MT_NORM,
     MT_NORM_BIAS,
@@ -6557,6 +6564,7 @@ static const struct {
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
     [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_COLUMN_KEYS_BIAS] = {MT_CUT_KEY_HEADS, MT_INIT_ZEROS, MT_GRADIENT_KEY_REPLICA, 0},
     [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_NORM] = {MT_CUT_NONE, MT_INIT_GAIN, MT_GRADIENT_ROWS, 0},
     [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
@@ -6668,9 +6676,9 @@ static const mt_role_row mt_role_rows[] = {
             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
     MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_B, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_C, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
     MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
@@ -6732,9 +6740,9 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
     MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_B, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_C, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
@@ -6805,10 +6813,10 @@ static const mt_role_row mt_role_rows[] = {
             "mamba.dt_bias", [MT_NAMES_NEMOTRON_H] = "mixer.dt_bias"),
     MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
-    MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
-             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
-    MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
-             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
+             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
+             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
@@ -7005,7 +7013,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
     const mt_options *o = table->options;
-    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : o->linear_num_key_heads;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : mt_linear_key_heads(o);
     int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
     mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
@@ -7319,6 +7327,7 @@ typedef struct mt_layer_scratch {
     };
     void *dqk;                       // [T, (H + G) D], with q/k norm
     float *means;                    // [2, T], with q/k norm over all heads
+    float *group_means;              // [T], with a group of Mamba-2 on several ranks
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
@@ -8437,9 +8446,9 @@ static mt_mixer_widths mt_attention_widths(const mt_model *m) {
 static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
+    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (!m->plan.train) return;
     if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
-    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
 }
 
@@ -17536,7 +17545,7 @@ static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtyp
         if (a->gate_first) x = gated;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
-        float factor = a->rstd[r] = 1 / sqrtf(sum / (float)D + a->eps);
+        float factor = a->rstd[r] = 1 / sqrtf((a->means ? a->means[r] : sum / (float)D) + a->eps);
         for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * (a->gate_first ? 1 : mt_gated_norm_gate(a, z[c]));
         mt_row_close(a->y, r * D, y, D, dtype);
     }
@@ -17582,7 +17591,7 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
             g[c] = dy[c] * w[c] * (a->gate_first ? 1 : open);
             dot += g[c] * x[c] * (a->gate_first ? open : 1);
         }
-        float projection = dot * factor * factor / (float)D;
+        float projection = (a->means ? a->means[r] : dot / (float)D) * factor * factor;
         for (int64_t c = 0; c < D; c++) {
             float open = mt_gated_norm_gate(a, z[c]), slope = mt_gated_norm_slope(a, z[c]), value = x[c];
             if (a->gate_first) {
@@ -17595,6 +17604,25 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
         }
         mt_row_close(a->dx, r * D, dx, D, dtype);
         mt_row_close(a->dz, dz_row, dz, D, dtype);
+    }
+}
+
+static void mt_cpu_gated_norm_means(const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->D;
+    MT_CHECK(a->gate_first);
+    mt_scratch scratch = mt_scratch_reserve(4 * D);
+#pragma omp parallel for if (a->T * a->H * D > MT_PARALLEL)
+    for (int64_t r = 0; r < a->T * a->H; r++) {
+        float *slice = mt_scratch_slice(scratch), sum = 0;
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype);
+        const float *z = mt_row_load(slice + D, a->z, mt_gated_norm_at(a, r, a->z_stride), D, dtype);
+        const float *w = mt_row_load(slice + 2 * D, a->w, mt_gated_norm_weight_at(a, r), D, dtype);
+        const float *dy = a->dy ? mt_row_load(slice + 3 * D, a->dy, r * D, D, dtype) : NULL;
+        for (int64_t c = 0; c < D; c++) {
+            float u = x[c] * mt_silu(1, z[c]);
+            sum += u * (dy ? dy[c] * w[c] : u);
+        }
+        means[r] = sum / (float)D;
     }
 }
 #pragma GCC diagnostic pop
@@ -18411,8 +18439,9 @@ static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_sta
 
 /* ==== §18b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
- * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
- * map of a head is its local state and one number, so it costs half of a forward. */
+ * norm and the state, and the output linear sums over the ranks. With fewer groups than ranks, neighbours compute the
+ * same B and C for heads of their own, and the norm of a group takes its mean over them. Context-parallel ranks pass
+ * states as in §17b; the map of a head is its local state and one number, so it costs half of a forward. */
 
 /* The sizes of Mamba-2 on this rank. */
 typedef struct mt_mamba_sizes {
@@ -18424,7 +18453,7 @@ typedef struct mt_mamba_sizes {
 static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
+    mt_mamba_sizes z = {.G = mt_max(o->mamba_num_groups / ranks, 1), .H = o->mamba_num_heads / ranks};
     z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
     z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
     return z;
@@ -18486,6 +18515,22 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+/* Gives the norm the means of its rows, where ranks share a group. Each has as many channels of it, so its mean is the
+ * mean of theirs. */
+static void mt_mamba_means(const mt_model *m, const mt_pass *p, mt_gated_norm_args *norm) {
+    const mt_group *replicas = &m->grid->key_replicas;
+    float *means = m->scratch.group_means;
+    if (replicas->size == 1) return;
+    m->ops->gated_norm_means(norm, means, m->dtype, p->stream);
+    m->ops->all_reduce(means, norm->T, MT_SUM, MT_F32, replicas, p->stream);
+    m->ops->scale(means, 1.0f / (float)replicas->size, norm->T, MT_F32, p->stream);
+    norm->means = means;
+}
+
+static void mt_mamba_scratch(mt_model *m, mt_arena *arena) {
+    if (m->grid->key_replicas.size > 1) m->scratch.group_means = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+}
+
 static void mt_mamba_carry_step(const void *call, const mt_carried_state *state, bool backward) {
     const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
@@ -18510,6 +18555,7 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_mamba_carry_states(m, p, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
+    mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -18525,6 +18571,7 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
     norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = s->dqkv;
+    mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
@@ -18572,6 +18619,10 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
         {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
          "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
          {o->mamba_head_dim, l->ssd_columns}},
+        {l->no_plain && o->mamba_num_groups < o->tensor_model_parallel_size,
+         "--mamba-num-groups %lld below --tensor-model-parallel-size %lld runs on the CPU only so far; take --device "
+         "cpu, or fewer tensor-parallel ranks",
+         {o->mamba_num_groups, o->tensor_model_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -18582,6 +18633,7 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .backward = mt_mamba_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_mamba_widths,
+                                            .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
                                             .check_limits = mt_mamba_check_limits};
 

@@ -1544,7 +1544,9 @@ typedef struct mt_gated_norm_args {
     int64_t z_stride, dz_stride;
     float eps;
     bool gate_first, weight_per_head;
-    bool sigmoid; // the gate is sigmoid(z), behind the norm; else SiLU
+    bool sigmoid;       // the gate is sigmoid(z), behind the norm; else SiLU
+    const float *means; // gate_first, where other ranks have more channels of a head: [T, H], over all channels, of u^2
+                        // (forward) or dy w u (backward) with u = x silu(z); NULL: computed here
 } mt_gated_norm_args;
 
 /* The operands of a product, element by element. */
@@ -1694,7 +1696,10 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
+    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
+       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -2600,7 +2605,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
-    mt_group key_replicas;    // the same of a key head of linear attention
+    mt_group key_replicas;    // the same of a key head of linear attention, or of a group of Mamba-2
     mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
@@ -2615,7 +2620,7 @@ typedef struct mt_grid_shape {
     int64_t num_query_groups;
     int64_t context_a2a;       // size of that group; 0 means 1
     bool context_blocks;       // dynamic context parallelism; the size of `context` is then a power of two
-    int64_t linear_key_heads;  // of gated delta nets; 0: none
+    int64_t linear_key_heads;  // of gated delta nets, or groups of Mamba-2; 0: none
     bool pipeline_before_data; // --use-tp-pp-dp-mapping
 } mt_grid_shape;
 
@@ -3209,7 +3214,7 @@ typedef enum mt_gradient {
     MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
     MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
     MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
-    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention: sum over key_replicas
+    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
 
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */

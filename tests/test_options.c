@@ -474,9 +474,10 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
                     RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 4 --cp-comm-type "
                         "a2a+p2p --hierarchical-context-parallel-sizes 2 2",
                     "--cp-comm-type a2a+p2p does not run with the Mamba-2 layers of --hybrid-override-pattern");
-    expect_error_of(MT_PROGRAM_TRAIN, 2,
-                    RUN "--hybrid-override-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2",
-                    "--mamba-num-groups 1 must be a multiple of --tensor-model-parallel-size 2");
+    expect_error_of(
+        MT_PROGRAM_TRAIN, 2,
+        RUN "--hybrid-override-pattern M- --mamba-num-groups 3 --mamba-num-heads 6 --tensor-model-parallel-size 2",
+        "--mamba-num-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
 #undef SIZES
 }
 
