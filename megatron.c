@@ -13783,7 +13783,8 @@ typedef struct mt_step_result {
 
 /* Bad steps: not finite, or a loss spike. */
 typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // skipped updates in total; consecutive ones up to now
+    int64_t skipped, in_a_row; // skipped updates in total, also of a run before its resume; consecutive ones up to now
+    int64_t reported;          // skipped, as the last step gave it to the run's state
     int64_t rewind;            // bad step that requires a rewind; 0: none
     int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
@@ -14361,6 +14362,16 @@ static void mt_updates_set(mt_model *m, const mt_run_state *state) {
     m->trainer->updates = m->trainer->reported = state->optimizer_step;
 }
 
+int64_t mt_train_skipped(const mt_model *m, const mt_run_state *state) {
+    return state->skipped_iterations + m->trainer->bad_steps.skipped - m->trainer->bad_steps.reported;
+}
+
+/* Takes the number of skipped updates where the caller has changed it: a load, or a step without samples. */
+static void mt_skipped_set(mt_model *m, const mt_run_state *state) {
+    m->trainer->bad_steps.skipped = mt_train_skipped(m, state);
+    m->trainer->bad_steps.reported = state->skipped_iterations;
+}
+
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
     const mt_fp8_model *f = m->fp8;
     mt_fp8_state s = {0};
@@ -14582,6 +14593,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     mt_updates_set(m, state);
+    mt_skipped_set(m, state);
     mt_loss_scale_begin(m, state, samples);
     if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
@@ -14618,6 +14630,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     }
     state->iteration++;
     state->optimizer_step = m->trainer->reported = m->trainer->updates;
+    state->skipped_iterations = m->trainer->bad_steps.reported = m->trainer->bad_steps.skipped;
     state->consumed_train_samples += samples;
     mt_loss_scale_finish(m, state, &m->trainer->results[entry], samples);
     return 0;
