@@ -724,8 +724,9 @@ typedef struct mt_options {
     mt_rerun_mode rerun_mode;
     int64_t error_injection_rate; // of so many micro-batches of a rank one makes its step faulty, on average; 0: none
     mt_injected_error error_injection_type;
-    bool bf16, fp16;   // the type of weights and activations; neither: fp32
-    double loss_scale; // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;               // the type of weights and activations; neither: fp32
+    bool fp32_residual_connection; // the residual stream is fp32 beside them
+    double loss_scale;             // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
