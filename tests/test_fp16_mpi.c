@@ -96,7 +96,7 @@ static void check_master_weights(const char *words, mt_model *model) {
     }
 }
 
-enum { RUN = 6, STRUCK = 3, PER_STEP = 8, BEFORE = 7 };
+enum { RUN = 5, STRUCK = 2, PER_STEP = 8, BEFORE = 7 };
 
 /* Trains with an overflow in one step; returns the snapshot at the end. The run had skipped BEFORE steps before. */
 static char *train_with_overflow(subject subject, const char *words, place place, float value, int rank,
