@@ -383,7 +383,7 @@ test: $(if $(RUN_PROGRAMS),all) $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
-		MT_ONLY='$(ONLY)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_ONLY='$(ONLY)' MT_BRIEF='$(SECTIONS)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 test-all:
 	+@$(MAKE) --no-print-directory test SUITES='$(ALL_SUITES)'

@@ -223,6 +223,8 @@ static void an_overflow_without_sequence_parallelism_is_skipped_by_all(void **st
     check_overflows(LLAMA, words, 3, "");
 }
 
+const char long_test[] = "an_overflow_on_any_rank_is_skipped_by_all";
+
 int main(int argc, char **argv) {
     ops = mt_cpu_ops;
     ops.linear_backward_weight = faulty_linear, ops.grouped_linear_backward_weight = faulty_experts;
