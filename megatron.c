@@ -7311,8 +7311,11 @@ typedef struct mt_carry {
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
-    void *dresidual; // [R, C] gradient of the residual stream
+    void *dresidual; // [R, C] gradient of the residual stream, in its type
     void *dmiddle;   // [R, C] split backward: that between the blocks of a layer; both are read until the layer's end
+    void *rounded;   // [R, C] fp32 residual stream: in the model's type, as norms and blocks read it
+    void *drounded;  // [R, C] the gradient of `rounded`
+    float *widened;  // [R, C] a tensor of the model's type as it is added to the stream
     void *block_out; // [R, C] a block's output before it is added to the residual stream, and its gradient
     void *dout;      // [R, C] gradient of a block's output before the norm after it
     void *dnormed;   // [R, C] gradient of a norm's output
@@ -7366,8 +7369,8 @@ struct mt_model {
     const mt_grid *grid;
     const mt_ops *ops;
     mt_stream *stream;
-    mt_dtype dtype;
-    float loss_scale; // of the gradients of this step: 1 but in fp16
+    mt_dtype dtype, residual_dtype; // of weights and activations; of the residual stream
+    float loss_scale;               // of the gradients of this step: 1 but in fp16
     mt_model_plan plan;
     int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
@@ -7933,6 +7936,40 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
+/* --fp32-residual-connection: the residual stream and its gradient are fp32, all else is of the model's type. As in
+ * Megatron-Core, a block reads the stream rounded, and what it adds is rounded before: only sums are of fp32. */
+static bool mt_residual_is_wide(const mt_model *m) {
+    return m->residual_dtype != m->dtype;
+}
+
+/* x[R, C] of the residual stream in the model's type: x itself, or `rounded`. */
+static const void *mt_residual_round(const mt_model *m, const mt_pass *p, void *rounded, const void *x) {
+    if (!mt_residual_is_wide(m)) return x;
+    m->ops->convert(rounded, m->dtype, x, m->residual_dtype, p->rows * m->C, p->stream);
+    return rounded;
+}
+
+/* x[R, C] of the model's type in that of the residual stream: x itself, or scratch. */
+static const void *mt_residual_widen(const mt_model *m, const mt_pass *p, const void *x) {
+    if (!mt_residual_is_wide(m)) return x;
+    m->ops->convert(m->scratch.widened, m->residual_dtype, x, m->dtype, p->rows * m->C, p->stream);
+    return m->scratch.widened;
+}
+
+/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish. */
+static void *mt_residual_begin(const mt_model *m, void *x) {
+    return mt_residual_is_wide(m) ? m->scratch.rounded : x;
+}
+static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x) {
+    if (mt_residual_is_wide(m))
+        m->ops->convert(x, m->residual_dtype, m->scratch.rounded, m->dtype, p->rows * m->C, p->stream);
+}
+
+/* sum = a + x: a residual stream and a tensor of the model's type, [R, C]. */
+static void mt_residual_add(const mt_model *m, const mt_pass *p, void *sum, const void *a, const void *x) {
+    m->ops->add(sum, a, mt_residual_widen(m, p, x), p->rows * m->C, m->residual_dtype, p->stream);
+}
+
 /* Statistics of a norm. */
 static void mt_norm_statistics_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
     if (m->options->normalization == MT_LAYERNORM)
@@ -7986,6 +8023,25 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
     mt_norm_backward_of(m, p, &a);
 }
 
+/* The same for x, dx and dresidual of the residual stream. */
+static void mt_norm_residual_forward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
+                                     const void *x) {
+    mt_norm_forward(m, p, w, n, mt_residual_round(m, p, m->scratch.rounded, x));
+}
+static void mt_norm_residual_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
+                                      void *dx, const void *dresidual, const void *dy, const void *x) {
+    void *drounded = m->scratch.drounded;
+    if (!mt_residual_is_wide(m)) {
+        mt_norm_backward(m, p, w, n, dx, dresidual, dy, x);
+        return;
+    }
+    mt_norm_backward(m, p, w, n, drounded, NULL, dy, mt_residual_round(m, p, m->scratch.rounded, x));
+    if (dresidual)
+        mt_residual_add(m, p, dx, dresidual, drounded);
+    else
+        m->ops->convert(dx, m->residual_dtype, drounded, m->dtype, p->rows * m->C, p->stream);
+}
+
 /* The operands of a dropout, except x, residual and out. */
 static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     return (mt_dropout_add_args){p->rows, m->C, .token_index = p->batch->token_index + p->first_row,
@@ -8005,25 +8061,28 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
     sum.x = x, sum.residual = residual, sum.out = out;
     // a replayed norm runs alone, and the two may sum in different orders
-    bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
+    bool fuses =
+        m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM) && !mt_residual_is_wide(m);
     if (next.w && fuses) {
         mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
         a.x = sum.x, a.residual = residual, a.sum = out, a.token_index = sum.token_index, a.dropout = sum.dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(&sum, m->dtype, p->stream);
-    if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
+    sum.x = mt_residual_widen(m, p, x);
+    m->ops->dropout_add_forward(&sum, m->residual_dtype, p->stream);
+    if (next.w) mt_norm_residual_forward(m, p, next.w, next.n, out);
 }
 
-/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout. */
+/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout, unless dout of the
+ * residual stream has another type. */
 static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, const void *dout, void *dx, int64_t number,
                                         int which) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, number, which);
-    if (a.dropout.p == 0) return dout;
-    a.x = dout, a.out = dx;
-    m->ops->dropout_add_backward(&a, m->dtype, p->stream);
-    return dx;
+    if (a.dropout.p == 0) return mt_residual_round(m, p, dx, dout);
+    a.x = dout, a.out = mt_residual_is_wide(m) ? m->scratch.widened : dx;
+    m->ops->dropout_add_backward(&a, m->residual_dtype, p->stream);
+    return mt_residual_round(m, p, dx, a.out);
 }
 
 /* ==== §9d attention =============================================================================================== */
@@ -10096,9 +10155,10 @@ static const void *mt_block_x(const mt_block *b) {
 static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, size_t stash_of) {
     bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
          splits_input = m->options->distribute_saved_activations;
-    mt_slot *input = MT_SLOT(s, input, m->max_rows, m->C, m->dtype), *kept = input;
+    mt_slot *input = MT_SLOT(s, input, m->max_rows, m->C, m->residual_dtype), *kept = input;
     input->stash_of = stash_of, input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, m->max_rows, m->C / m->grid->tensor.size, m->dtype);
+    if (starts_unit && splits_input)
+        kept = MT_SLOT(s, input_part, m->max_rows, m->C / m->grid->tensor.size, m->residual_dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
 }
 
@@ -10121,7 +10181,7 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
         mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
     }
     if (has_mixer && has_mlp) {
-        mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+        mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->residual_dtype);
         middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
     }
     if (before && has_mlp)
@@ -10169,7 +10229,8 @@ static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 
 /* Selective recomputation. */
 static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b) {
-    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, b->before, &b->normed, b->input);
+    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM)
+        mt_norm_residual_forward(m, p, b->before, &b->normed, b->input);
     if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
 }
 
@@ -10194,9 +10255,9 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     inner.dout = dout;
     mt_deferred last = b->kind->backward(m, p, w, a, &inner);
     if (b->before)
-        mt_norm_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
+        mt_norm_residual_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
     else
-        m->ops->add(d.dx, d.dout, inner.dx, p->rows * m->C, m->dtype, p->stream);
+        mt_residual_add(m, p, d.dx, d.dout, inner.dx);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
@@ -10220,8 +10281,8 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
-    bool at_once =
-        below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
+    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 &&
+                   !mt_has_latent_experts(m) && !mt_residual_is_wide(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
@@ -10246,7 +10307,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
         mt_block_backward(m, p, w, a, &blocks[i], d);
     }
     if (splits && count == 1)
-        m->ops->memory_copy(dresidual, dmiddle, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_copy(dresidual, dmiddle, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
     if (!ahead) return;
     mt_dispatch_gather(m, p, dresidual);
     mt_linear_backward_weight(mt_linears(p), left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
@@ -11098,34 +11159,42 @@ static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
     mt_scale(m, p, x, factor);
 }
 
-/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
- * multi-token prediction module. */
+/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, and x is the residual
+ * stream, or the layer of a multi-token prediction module, and x is of the model's type. */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
+    void *sum = layer < 0 ? mt_residual_begin(m, x) : x;
     mt_bucket_acquire(m, mt_word_bucket(m));
-    mt_vocab_embedding_forward(&p->tp, x, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, sum, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
     mt_bucket_release(m, mt_word_bucket(m));
     if (m->position_bucket >= 0 && layer < 0) {
         mt_bucket_acquire(m, m->position_bucket);
         mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
-        a.ids = p->batch->positions + p->first_row, a.w = m->outer.position_embedding.w, a.out = x, a.accumulate = true;
+        a.ids = p->batch->positions + p->first_row, a.w = m->outer.position_embedding.w;
+        a.out = sum, a.accumulate = true;
         m->ops->embedding_forward(&a, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_embedding_scale(m, p, x);
+    mt_embedding_scale(m, p, sum);
+    if (layer < 0) mt_residual_finish(m, p, x);
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = x;
-        m->ops->dropout_add_forward(&a, m->dtype, p->stream);
+        m->ops->dropout_add_forward(&a, layer < 0 ? m->residual_dtype : m->dtype, p->stream);
     }
 }
 
-/* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
+/* Adds dx[R, C], which has the type of x in the forward, to the embedding's gradients. last: this completes the word
+ * embedding's gradient of the step. */
 static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
                               bool last) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = dx;
-        m->ops->dropout_add_backward(&a, m->dtype, p->stream);
+        m->ops->dropout_add_backward(&a, layer < 0 ? m->residual_dtype : m->dtype, p->stream);
+    }
+    if (layer < 0 && mt_residual_is_wide(m)) {
+        (void)mt_residual_round(m, p, m->scratch.rounded, dx);
+        dx = m->scratch.rounded;
     }
     mt_embedding_scale(m, p, dx);
     if (m->position_bucket >= 0 && layer < 0 && m->buckets[m->position_bucket].trained) {
@@ -11427,9 +11496,11 @@ static void *mt_tap(const mt_model *m, int64_t k) {
 
 /* Copies x[R, C], the output of `layer` (from 0, or MT_TAP_FINAL_NORM), for the loss that follows. */
 static void mt_tap_forward(const mt_model *m, const mt_pass *p, int64_t layer, const void *x) {
-    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++)
-        if (m->plan.taps[k] == layer)
-            m->ops->memory_copy(mt_tap(m, k), x, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++) {
+        if (m->plan.taps[k] != layer) continue;
+        const void *from = layer == MT_TAP_FINAL_NORM ? x : mt_residual_round(m, p, m->scratch.rounded, x);
+        m->ops->memory_copy(mt_tap(m, k), from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    }
 }
 
 /* Tap k as floats [R, C], once the device has copied it. */
@@ -11479,7 +11550,10 @@ static void mt_hidden_backward(mt_model *m, const mt_pass *p, int64_t layer, voi
         }
         mt_row_close(mt_tap(m, k), 0, gradient, n, m->dtype);
         m->ops->memory_copy(h->device_tap, mt_tap(m, k), n * mt_dtype_size(m->dtype), p->stream);
-        mt_add_to(m, p, dx, h->device_tap);
+        if (layer == MT_TAP_FINAL_NORM)
+            mt_add_to(m, p, dx, h->device_tap);
+        else
+            mt_residual_add(m, p, dx, dx, h->device_tap);
         m->ops->stream_synchronize(p->stream);
     }
 }
@@ -11530,10 +11604,10 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
     int64_t count = p->rows * m->C / tensor->size;
     if (!a->input_part) return;
     if (p->replay)
-        m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
+        m->ops->all_gather(a->input, a->input_part, count, m->residual_dtype, tensor, p->stream);
     else
-        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->dtype),
-                            count * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->residual_dtype),
+                            count * mt_dtype_size(m->residual_dtype), p->stream);
 }
 
 /* The saved values of a layer of the chunk; in generation all layers share one set. */
@@ -11562,7 +11636,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
             mt_next_norm first = mt_first_norm(m, w, a);
-            if (first.w) mt_norm_forward(m, p, first.w, first.n, a->input);
+            if (first.w) mt_norm_residual_forward(m, p, first.w, first.n, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
@@ -11745,7 +11819,8 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, out->embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
-        mt_mtp_join_forward(m, p, k, a->input);
+        mt_mtp_join_forward(m, p, k, mt_residual_begin(m, a->input));
+        mt_residual_finish(m, p, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
                           (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
         mt_bucket_release(m, w->bucket);
@@ -11768,14 +11843,16 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
+        mt_norm_residual_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
-        mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
+        void *dinput = mt_residual_begin(m, dresidual); // of the model's type, then of the embedding
+        (void)mt_residual_round(m, p, dinput, dresidual);
+        mt_mtp_join_backward(m, p, k, dinput, dhidden, dinput);
         mt_layer_release(m, &own, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
-        mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
+        mt_embed_backward(m, p, dinput, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
 }
 
@@ -12016,11 +12093,11 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
 
 /* ---- a chunk's parts */
 
-/* Final norm and logits of x[rows, C]. */
+/* Final norm and logits of x[rows, C], the residual stream. */
 static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
     const mt_output *out = &p->mb->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
-    mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
+    mt_norm_residual_forward(m, p, &m->outer.final_norm, &out->norm, x);
     mt_tap_forward(m, p, MT_TAP_FINAL_NORM, out->norm.y);
     mt_head_forward(m, p, out);
     mt_bucket_release(m, m->output_bucket);
@@ -12060,7 +12137,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_head_backward(m, p, out, p->batch->labels, dnormed);
     mt_hidden_backward(m, p, MT_TAP_FINAL_NORM, dnormed);
     if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
-    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
+    mt_norm_residual_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
         mt_bucket_gradients_release(m, m->head_bucket, p->last);
@@ -12136,7 +12213,7 @@ enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LIN
 static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     if (mt_channel_pending(link->channel) == link->num_buffers) return false;
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
-    mt_channel_start(m->ops, link->channel, buffer, rows * m->C, m->dtype, m->stream);
+    mt_channel_start(m->ops, link->channel, buffer, rows * m->C, m->residual_dtype, m->stream);
     return true;
 }
 
@@ -12145,7 +12222,7 @@ static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *
     if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
     const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
     if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
@@ -12153,8 +12230,8 @@ static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *
 static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
     if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->dtype, p->stream);
+    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->residual_dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
@@ -13792,7 +13869,8 @@ typedef struct mt_step_result {
 
 /* Bad steps: not finite, or a loss spike. */
 typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // skipped updates in total; consecutive ones up to now
+    int64_t skipped, in_a_row; // skipped updates in total, also of a run before its resume; consecutive ones up to now
+    int64_t reported;          // skipped, as the last step gave it to the run's state
     int64_t rewind;            // bad step that requires a rewind; 0: none
     int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
@@ -14370,6 +14448,16 @@ static void mt_updates_set(mt_model *m, const mt_run_state *state) {
     m->trainer->updates = m->trainer->reported = state->optimizer_step;
 }
 
+int64_t mt_train_skipped(const mt_model *m, const mt_run_state *state) {
+    return state->skipped_iterations + m->trainer->bad_steps.skipped - m->trainer->bad_steps.reported;
+}
+
+/* Takes the number of skipped updates where the caller has changed it: a load, or a step without samples. */
+static void mt_skipped_set(mt_model *m, const mt_run_state *state) {
+    m->trainer->bad_steps.skipped = mt_train_skipped(m, state);
+    m->trainer->bad_steps.reported = state->skipped_iterations;
+}
+
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
     const mt_fp8_model *f = m->fp8;
     mt_fp8_state s = {0};
@@ -14591,6 +14679,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     mt_updates_set(m, state);
+    mt_skipped_set(m, state);
     mt_loss_scale_begin(m, state, samples);
     if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
@@ -14627,6 +14716,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     }
     state->iteration++;
     state->optimizer_step = m->trainer->reported = m->trainer->updates;
+    state->skipped_iterations = m->trainer->bad_steps.reported = m->trainer->bad_steps.skipped;
     state->consumed_train_samples += samples;
     mt_loss_scale_finish(m, state, &m->trainer->results[entry], samples);
     return 0;
@@ -14807,7 +14897,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
 static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_arena *arena) {
     int64_t R = m->max_rows, rows = m->plan.max_logits;
     mt_slots slots = {.count = 0}, *s = &slots;
-    MT_OUTPUT_SLOT(s, hidden, R, m->C, m->dtype);
+    MT_OUTPUT_SLOT(s, hidden, R, m->C, m->residual_dtype);
     if (i > 0) {
         MT_OUTPUT_SLOT(s, embedded, R, m->C, m->dtype), MT_OUTPUT_SLOT(s, joined, R, 2 * m->C, m->dtype);
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
@@ -14859,7 +14949,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     }
     for (int i = 0; i < MT_NUM_LINKS; i++)
         for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
+            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->residual_dtype));
 }
 
 static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
@@ -14878,9 +14968,15 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     mt_mixer_widths z = mt_largest_widths(m);
+    int64_t residual_bytes = R * m->C * mt_dtype_size(m->residual_dtype);
+    if (mt_residual_is_wide(m)) {
+        s->rounded = mt_arena_alloc(arena, R * m->C * size);
+        if (m->plan.train) s->drounded = mt_arena_alloc(arena, R * m->C * size);
+        s->widened = mt_arena_alloc(arena, R * m->C * 4);
+    }
     if (m->plan.train) {
-        s->dresidual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
+        s->dresidual = mt_arena_alloc(arena, residual_bytes);
+        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, residual_bytes);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
     }
@@ -15726,6 +15822,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = mt_options_dtype(options), m->loss_scale = 1;
+    m->residual_dtype = options->fp32_residual_connection ? MT_F32 : m->dtype;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (options->memory_limit > 0) ops->memory_limit(options->memory_limit);
     if (mt_model_partition(m, error) == 0 && mt_model_check_taps(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
@@ -16039,11 +16136,12 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     }
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     void *hidden = p.mb->outputs[0].hidden;
+    void *chosen = mt_residual_is_wide(m) ? m->scratch.widened : m->scratch.block_out;
     if (!is_step)
-        m->ops->gather_rows(&(mt_row_args){rows, m->C, p.batch->logit_rows, .from = hidden, .to = m->scratch.block_out},
-                            m->dtype, m->stream);
+        m->ops->gather_rows(&(mt_row_args){rows, m->C, p.batch->logit_rows, .from = hidden, .to = chosen},
+                            m->residual_dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
-    mt_output_forward(m, &p, is_step ? hidden : m->scratch.block_out);
+    mt_output_forward(m, &p, is_step ? hidden : chosen);
 }
 
 /* True if forwards of one data-parallel replica do not wait for another replica. */

@@ -724,8 +724,9 @@ typedef struct mt_options {
     mt_rerun_mode rerun_mode;
     int64_t error_injection_rate; // of so many micro-batches of a rank one makes its step faulty, on average; 0: none
     mt_injected_error error_injection_type;
-    bool bf16, fp16;   // the type of weights and activations; neither: fp32
-    double loss_scale; // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;               // the type of weights and activations; neither: fp32
+    bool fp32_residual_connection; // the residual stream is fp32 beside them
+    double loss_scale;             // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
@@ -3826,7 +3827,8 @@ typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
-    int64_t optimizer_step; // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t optimizer_step;     // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t skipped_iterations; // steps without an update, up to the last step that was checked
     /* fp16 */
     mt_loss_scaler loss_scaler;
     int64_t skipped_samples; // of the steps that it skipped, which the schedules of learning rates do not count
@@ -3852,7 +3854,7 @@ typedef struct mt_metrics {
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
-    int64_t skipped;     // steps of this run without an update, up to and including this one
+    int64_t skipped;     // steps of this run without an update, up to and including this one, also before a resume
     double data_seconds; // this rank waited for the samples of this step
     double loss_scale;   // in fp16, of this step; else 0
     double num_zeros;    // elements of the gradients that are 0, if options->log_num_zeros_in_grad
@@ -3951,6 +3953,9 @@ void mt_train_name_fault(mt_model *model, const char *operand);
 /* state->optimizer_step with the steps that are enqueued, for a checkpoint: mt_train_step sees later which of them made
  * an update. Waits for the device. */
 int64_t mt_train_updates(mt_model *model, const mt_run_state *state);
+
+/* state->skipped_iterations with the steps that were checked since, for a checkpoint: after mt_train_finish all. */
+int64_t mt_train_skipped(const mt_model *model, const mt_run_state *state);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The

@@ -246,6 +246,7 @@ static const row model_rows[] = {
     {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
     {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
     {20, "", "", "--eval-interval 2 --eval-iters 2"},
+    {40, "--bf16", "", "--fp32-residual-connection"},
 };
 
 /* Of a layout, besides its sizes (draw_layout). */

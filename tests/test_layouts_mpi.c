@@ -737,6 +737,8 @@ static void entropies_of_a_cut_vocabulary_have_gradients(void **state) {
     close_trainee(&pair);
 }
 
+const char long_test[] = "a_run_continues_from_any_layout_on_any_other"; // of every family
+
 int main(int argc, char **argv) {
     mt_run_options options;
     mt_error error;

@@ -1199,7 +1199,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--untie-embeddings", "did you mean --untie-embeddings-and-output-weights?");
     expect_error(RUN "--no-such-flag", "unknown option --no-such-flag");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
-    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of the residual stream");
+    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of logits and of the loss)");
     expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");
 }
 
@@ -1207,11 +1207,11 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *line = "--fp32-residual-connection --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16-lm-cross-entropy --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
-                                    "  is not supported (other types of the residual stream, of logits and of the "
-                                    "loss): --fp32-residual-connection, --enable-autocast\n"
+                                    "  is not supported (other types of logits and of the loss): "
+                                    "--fp16-lm-cross-entropy, --enable-autocast\n"
                                     "  has no meaning here (it is a Python function, or a part of one of Megatron's "
                                     "configuration classes); leave out: --fn\n"
                                     "  is named --hidden-size here: --d-model\n"
@@ -1768,7 +1768,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
     expect_yaml_error("enable_autocast: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
                       "3 options cannot be used:\n"
-                      "  is not supported (other types of the residual stream, of logits and of the loss): "
+                      "  is not supported (other types of logits and of the loss): "
                       "run.yaml:1: enable_autocast\n"
                       "  is unknown: run.yaml:3: foo\n"
                       "  has no meaning here (it is a Python function, or a part of one of Megatron's configuration "

@@ -180,6 +180,16 @@ static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
                         (long long)start, (long long)end, (long long)o->num_layers);
 }
 
+/* A residual stream of another type than the other activations. Without a norm before them, blocks would read it. */
+static int mt_options_check_residual(const mt_options *o, mt_error *error) {
+    if (!o->fp32_residual_connection) return 0;
+    if (!o->bf16 && !o->fp16)
+        return mt_error_set(error, "--fp32-residual-connection needs --bf16 or --fp16: without them all is fp32");
+    if (o->norm_placement != MT_NORM_AFTER) return 0;
+    return mt_error_set(error, "--fp32-residual-connection needs norms before attention and MLP (--norm-placement "
+                               "before or both); leave it out for this model");
+}
+
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_run_options *o, mt_program program, mt_error *error) {
     bool learned = o->stack.position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
@@ -1237,6 +1247,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
         mt_options_derive_lengths(o, program, error))
         return -1;
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
+    if (mt_options_check_residual(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
     if (mt_options_check_latents(&o->stack, error)) return -1;

@@ -304,6 +304,8 @@ const mt_option mt_option_table[] = {
      "compute in fp16, for GPUs without bf16, with a scaled loss; Adam reads gradients in fp16, in fp32 with "
      "--accumulate-allreduce-grads-in-fp32",
      .excludes = "bf16"},
+    {"fp32-residual-connection", MT_FLAG, MT_AT(stack.fp32_residual_connection), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "with --bf16 or --fp16: the residual stream, its gradient and the messages between pipeline stages are fp32"},
     {"loss-scale", MT_REAL, MT_AT(stack.loss_scale), MT_TRAIN, MT_OF_RUN, NULL, "[1e-20,1e30]",
      "constant scale of the loss in fp16 (default: found while training, by the next four options)", .needs = "fp16"},
     {"initial-loss-scale", MT_REAL, MT_AT(stack.initial_loss_scale), MT_TRAIN, MT_OF_RUN, "4294967296", "[1e-20,1e30]",
