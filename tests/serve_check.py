@@ -442,6 +442,44 @@ def greedy(path):
     in_threads(8, ask)
 
 
+def adapters_answer_as_alone(path):
+    """The file has a line NAME TOKENS... for each of PROMPTS and each model, the base first. All are asked at once, with
+    the same prompts, also as streams; others sample meanwhile."""
+    wanted = {}
+    for line in open(path, encoding="ascii"):
+        name, *tokens = line.split()
+        wanted.setdefault(name, []).append([int(t) for t in tokens])
+    names = list(wanted)
+    listed = json.loads(call("GET", "/v1/models")[1])["data"]
+    assert [model["id"] for model in listed] == names, listed
+    assert [model.get("parent") for model in listed] == [None] + [names[0]] * (len(names) - 1)
+    assert len({tuple(wanted[name][1]) for name in names}) == len(names), "the models give the same answers"
+    for name in names:
+        assert json.loads(call("GET", "/v1/models/" + name)[1])["id"] == name
+
+    def ask(number):
+        name, at = names[number % len(names)], number // len(names) % len(PROMPTS)
+        body = {"model": name, "prompt": PROMPTS[at], "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+        if number >= 2 * len(names) * len(PROMPTS):
+            status, answer = post("/v1/completions", dict(body, temperature=2, n=2))
+            assert status == 200 and answer["model"] == name, answer
+        elif number >= len(names) * len(PROMPTS):
+            parts = events("/v1/completions", body)
+            assert {part["model"] for part in parts} == {name}
+            got = [token for part in parts for token in part["choices"][0]["token_ids"]]
+            assert got == wanted[name][at], (name, at, got, wanted[name][at])
+        else:
+            status, answer = post("/v1/completions", dict(body, **({"logprobs": 1} if number % 3 else {})))
+            assert status == 200 and answer["model"] == name, answer
+            got = answer["choices"][0]["token_ids"]
+            assert got == wanted[name][at], (name, at, got, wanted[name][at])
+
+    in_threads(3 * len(names) * len(PROMPTS), ask)
+    status, text = call("POST", "/v1/completions", {"model": "other", "prompt": "a"})
+    assert status == 404 and json.loads(text)["error"]["code"] == "model_not_found", text
+    assert call("GET", "/v1/models/other")[0] == 404
+
+
 def rate(path, tokens):
     """Prints tokens per second of one client for each line of the file, all at once; each stops at a length."""
     prompts = [json.loads(line)["prompt"] for line in open(path, encoding="utf-8")]

@@ -1438,6 +1438,10 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"serve-model-name", MT_STRING, MT_AT(serve_model_name), MT_INFER, MT_OF_RUN, NULL, "NAME",
      "name of the model in requests (default: that of its folder)", .needs = "serve", .own = true},
+    {"serve-adapter", MT_LIST, MT_AT(serve_adapter), MT_INFER, MT_OF_RUN, NULL, "NAME=FOLDER",
+     "models of their own to requests: adapters of peft or of --save over the weights of --load, one or several, also "
+     "in one batch",
+     .needs = "serve", .excludes = "load-adapter", .own = true},
     {"serve-queue", MT_INT, MT_AT(serve_queue), MT_INFER, MT_OF_RUN, "256", "[1,1000000]",
      "requests that wait at most; more are refused with the status 429", .needs = "serve", .own = true},
     {"serve-timeout", MT_INT, MT_AT(serve_timeout), MT_INFER, MT_OF_RUN, "600", "[0,1000000]",

@@ -14,7 +14,7 @@ typedef struct plan_head {
 typedef struct plan_entry {
     int64_t id, num_prompt, max_new_tokens;
     mt_sampling sampling;
-    int64_t views, views_prompt;
+    int64_t views, views_prompt, adapter;
 } plan_entry;
 
 /* A sequence of the list. `sampling` has an address of its own, which the sequence holds. */
@@ -73,6 +73,7 @@ void mt_engine_add(mt_engine *e, const mt_engine_request *r) {
     int64_t at = e->begins_bytes, bytes = (int64_t)sizeof new + mt_divide_up(r->num_prompt, 2) * 8;
     MT_CHECK(r->num_prompt > 0 && r->max_new_tokens >= 0);
     new.sampling = r->sampling, new.views = r->view != NULL, new.views_prompt = r->views_prompt;
+    new.adapter = r->adapter;
     e->begins = grow(e->begins, &e->begins_capacity, at + bytes, 1);
     memset(e->begins + at, 0, (size_t)bytes);
     memcpy(e->begins + at, &new, sizeof new);
@@ -120,7 +121,7 @@ static int64_t begin_sequence(mt_engine *e, const char *from, const newcomer *ne
     s->max_tokens = plan.num_prompt + plan.max_new_tokens, s->sampling = at->sampling;
     s->tokens = mt_malloc(s->max_tokens * 4);
     memcpy(s->tokens, from + sizeof plan, (size_t)plan.num_prompt * 4);
-    s->views_prompt = plan.views_prompt != 0;
+    s->views_prompt = plan.views_prompt != 0, s->adapter = plan.adapter;
     if (plan.views) s->view = new &&new->view ? new->view : view_nothing, s->view_context = new ? new->view_context : 0;
     return (int64_t)sizeof plan + mt_divide_up(plan.num_prompt, 2) * 8;
 }

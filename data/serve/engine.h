@@ -22,7 +22,8 @@ typedef struct mt_engine_request {
     mt_logits_view *view; // on rank 0; NULL: nobody sees logits
     void *view_context;
     bool views_prompt;
-    void *owner; // of rank 0: see mt_engine_owner
+    int64_t adapter; // mt_sequence.adapter
+    void *owner;     // of rank 0: see mt_engine_owner
 } mt_engine_request;
 
 /* Every rank of the generator's grid opens its engine. The generator is one of mt_generator_create_mixed; both must

@@ -8,8 +8,9 @@
 #include "../report/report.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../tokens/tokenizer_vocab.h"
-#include "job.h"
+#include "adapters.h"
 #include "counters.h"
+#include "job.h"
 
 #include <arpa/inet.h>
 #include <ctype.h>
@@ -37,6 +38,7 @@ typedef struct server {
     mt_http *http;
     mt_counters *counters;
     mt_service service;
+    mt_serve_adapters adapters;
     int32_t turn_end; // ends a response to a conversation; -1: none
     char *address, *key;
     int64_t created;
@@ -121,26 +123,29 @@ static int get_health(server *s, mt_exchange *x) {
     return 503;
 }
 
-static json_t *model_json(const server *s) {
+/* The base, 0, or an adapter. */
+static json_t *model_json(const server *s, int64_t adapter) {
     json_t *model = json_object();
-    mt_json_set_string(model, "id", s->service.name);
+    mt_json_set_string(model, "id", adapter > 0 ? s->adapters.names.items[adapter - 1] : s->service.name);
     mt_json_set_string(model, "object", "model");
     mt_json_set_int(model, "created", s->created);
     mt_json_set_string(model, "owned_by", "megatron.c");
     mt_json_set_int(model, "max_model_len", s->service.context);
+    if (adapter > 0) mt_json_set_string(model, "parent", s->service.name);
     return model;
 }
 
 static int get_models(server *s, mt_exchange *x) {
     json_t *list = json_array(), *root = json_object();
-    json_array_append_new(list, model_json(s));
+    for (int64_t i = 0; i <= s->adapters.names.count; i++) json_array_append_new(list, model_json(s, i));
     mt_json_set_string(root, "object", "list");
     json_object_set_new(root, "data", list);
     return answer_json(x, root);
 }
 
 static int get_model(server *s, mt_exchange *x) {
-    if (strcmp(mt_exchange_path(x) + strlen("/v1/models/"), s->service.name) == 0) return answer_json(x, model_json(s));
+    int64_t adapter = mt_service_find(&s->service, mt_exchange_path(x) + strlen("/v1/models/"));
+    if (adapter >= 0) return answer_json(x, model_json(s, adapter));
     mt_exchange_refuse(x, 404, "this model is not served here; /v1/models lists what is", "model");
     return 404;
 }
@@ -526,7 +531,7 @@ static void describe_service(server *s) {
     const mt_inference *r = s->run;
     const mt_run_options *o = &r->options;
     mt_service *v = &s->service;
-    v->name = model_name(o), v->tokenizer = r->tokenizer, v->bos = r->bos, v->context = r->context;
+    v->adapters = &s->adapters.names, v->tokenizer = r->tokenizer, v->bos = r->bos, v->context = r->context;
     v->vocab_size = o->stack.vocab_size, v->max_choices = MAX_CHOICES;
     v->sampling = (mt_sampling){.temperature = o->stack.temperature, .top_p = o->top_p, .min_p = o->min_p};
     v->sampling.repetition_penalty = o->repetition_penalty, v->sampling.top_k = o->top_k;
@@ -536,7 +541,8 @@ static void describe_service(server *s) {
 }
 
 /* The model with a generator for requests of all kinds. */
-static void open_generator(mt_inference *r, mt_stops *stops) {
+static void open_generator(mt_inference *r, const mt_serve_adapters *adapters, mt_stops *stops) {
+    mt_error error;
     const mt_run_options *o = &r->options;
     const mt_sampling greedy = {.top_p = 1};
     int64_t most = o->inference_max_requests, prefill = o->max_prefill_tokens;
@@ -545,7 +551,9 @@ static void open_generator(mt_inference *r, mt_stops *stops) {
     int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
     mt_plan_generation(&plan, most, r->context, cache);
     plan.max_logits = mt_max(plan.max_logits, most + viewed);
+    plan.num_adapters = adapters->names.count;
     mt_inference_open_model(r, &plan);
+    mt_inference_check(r, mt_serve_adapters_load(adapters, r->model, o, &error), &error);
     r->generator = mt_generator_create_mixed(r->model, &greedy, stops, viewed);
 }
 
@@ -553,6 +561,9 @@ static void print_place(const server *s) {
     bool six = strchr(s->address, ':') != NULL;
     fprintf(stderr, "serving %s at http://%s%s%s:%lld\n", s->service.name, six ? "[" : "", s->address, six ? "]" : "",
             (long long)mt_http_port(s->http));
+    for (int64_t i = 0; i < s->adapters.names.count; i++)
+        fprintf(stderr, "adapter %s: %s, rank %lld\n", s->adapters.names.items[i], s->adapters.folders.items[i],
+                (long long)s->adapters.own[i].lora_rank);
     if (!s->run->chat) fprintf(stderr, "note: no /v1/chat/completions: %.1000s\n", s->service.no_chat.text);
 }
 
@@ -563,13 +574,15 @@ static void open_server(server *s, mt_inference *r) {
     *s = (server){.run = r, .turn_end = -1, .created = (int64_t)time(NULL)};
     pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
     s->counters = mt_counters_open();
-    s->max_sequences = r->options.inference_max_requests;
+    s->max_sequences = r->options.inference_max_requests, s->service.name = model_name(&r->options);
+    mt_inference_check(r, mt_serve_adapters_open(&s->adapters, &r->options, s->service.name, &error), &error);
     mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
 }
 
 static void close_server(server *s) {
     mt_http_close(s->http);
     mt_counters_close(s->counters);
+    mt_serve_adapters_close(&s->adapters);
     free((char *)(uintptr_t)s->service.name);
     free(s->running), free(s->address), free(s->key);
     pthread_mutex_destroy(&s->lock), pthread_mutex_destroy(&s->chat_lock), pthread_cond_destroy(&s->arrival);
@@ -606,7 +619,7 @@ void mt_serve(mt_inference *r) {
     mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
     if (stops.count == 0 && r->tokenizer && mt_tokenizer_eod(r->tokenizer) >= 0)
         stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
-    open_generator(r, &stops);
+    open_generator(r, &s.adapters, &stops);
     s.engine = mt_engine_open(r->generator, &r->grid);
     int status;
     if (r->is_first) {
