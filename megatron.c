@@ -16267,6 +16267,15 @@ typedef struct mt_cache_slot {
     int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
 
+/* A forward as it was filled: see mt_batcher_order. */
+typedef struct mt_added {
+    mt_span *spans;
+    int64_t *adapters;                                // of the spans
+    int32_t *tokens, *positions, *cache_rows, *moved; // moved: the new row of each
+    int32_t *logit_rows;
+    int64_t *logit_sequences;
+} mt_added;
+
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
     return mt_text_rows(plan->max_length, plan->page_rows) / plan->page_rows;
 }
@@ -16278,7 +16287,6 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     mt_arena arena = {0};
     b->plan = *plan;
     mt_batch_alloc(&b->batch, plan->max_tokens);
-    if (plan->num_adapters > 0) mt_batch_alloc(&b->unordered, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
@@ -16287,8 +16295,14 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
         if (plan->num_adapters > 0) {
             b->batch.adapter_rows = mt_arena_alloc(&arena, (plan->num_adapters + 1) * 8);
-            b->span_adapters = mt_arena_alloc(&arena, plan->max_tokens * 8);
-            b->moved_rows = mt_arena_alloc(&arena, plan->max_tokens * 8);
+            int64_t T = plan->max_tokens;
+            mt_added *added = b->added = mt_arena_alloc(&arena, (int64_t)sizeof *added), unused;
+            if (pass == 0) added = &unused;
+            added->spans = mt_arena_alloc(&arena, T * (int64_t)sizeof *added->spans);
+            added->adapters = mt_arena_alloc(&arena, T * 8), added->logit_sequences = mt_arena_alloc(&arena, T * 8);
+            added->tokens = mt_arena_alloc(&arena, T * 4), added->positions = mt_arena_alloc(&arena, T * 4);
+            added->cache_rows = mt_arena_alloc(&arena, T * 4), added->moved = mt_arena_alloc(&arena, T * 4);
+            added->logit_rows = mt_arena_alloc(&arena, T * 4);
         }
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
@@ -16307,7 +16321,6 @@ void mt_batcher_destroy(mt_batcher *b) {
     if (!b) return;
     free(b->slots); // the block's start
     mt_batch_free(&b->batch);
-    mt_batch_free(&b->unordered);
     free(b);
 }
 
@@ -16497,6 +16510,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
+    bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
+    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
     if (count == 0) return;
@@ -16505,11 +16520,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
-    if (b->plan.num_adapters > 0) b->span_adapters[b->batch.num_spans] = sequence->adapter;
+    if (b->added) b->added->adapters[b->batch.num_spans] = sequence->adapter;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
+    if (is_prefill) b->num_prefill += count;
     viewed = mt_min(viewed, count), b->num_viewed += viewed;
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
@@ -16525,28 +16540,36 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
 }
 
-/* Moves the tokens of each adapter next to one another, those without one last; attention reads keys of this forward
- * from the cache, so that the order of spans has no effect there. */
-static void mt_batcher_order(mt_batcher *b) {
-    mt_batch *batch = &b->batch, *old = &b->unordered;
-    int64_t n = b->plan.num_adapters, T = batch->num_tokens, spans = 0, row = 0;
+/* Moves the tokens of each adapter next to one another, those without one last. Attention reads the keys of this
+ * forward from the cache, so that the order of spans has no effect there. */
+static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
+    mt_batch *batch = &b->batch;
+    mt_added *old = b->added;
+    int64_t n = b->plan.num_adapters, T = batch->num_tokens, num_logits = b->num_logits, spans = 0, row = 0, logits = 0;
     memcpy(old->spans, batch->spans, (size_t)batch->num_spans * sizeof *old->spans);
     memcpy(old->tokens, batch->tokens, (size_t)T * 4), memcpy(old->positions, batch->positions, (size_t)T * 4);
-    memcpy(old->labels, b->cache_rows, (size_t)T * 4);
-    for (int64_t adapter = 1; adapter <= n + 1; adapter++) {
-        batch->adapter_rows[adapter - 1] = row;
+    memcpy(old->cache_rows, b->cache_rows, (size_t)T * 4);
+    memcpy(old->logit_rows, b->logit_rows, (size_t)num_logits * 4);
+    memcpy(old->logit_sequences, b->logit_sequences, (size_t)num_logits * 8);
+    for (int64_t place = 0; place <= n; place++) {
+        int64_t adapter = place < n ? place + 1 : 0;
+        batch->adapter_rows[place] = row;
         for (int64_t i = 0; i < batch->num_spans; i++) {
             mt_span span = old->spans[i];
-            if (b->span_adapters[i] != (adapter > n ? 0 : adapter)) continue;
+            if (old->adapters[i] != adapter) continue;
             for (int64_t t = span.q_start; t < span.q_start + span.q_len; t++, row++) {
                 batch->tokens[row] = old->tokens[t], batch->positions[row] = old->positions[t];
-                b->cache_rows[row] = old->labels[t], b->moved_rows[t] = row;
+                b->cache_rows[row] = old->cache_rows[t], old->moved[t] = (int32_t)row;
             }
             span.q_start = row - span.q_len, batch->spans[spans++] = span;
         }
+        for (int64_t i = 0; i < num_logits; i++) {
+            int64_t sequence = old->logit_sequences[i];
+            if (sequences[sequence].adapter != adapter) continue;
+            b->logit_rows[logits] = old->moved[old->logit_rows[i]], b->logit_sequences[logits++] = sequence;
+        }
     }
-    MT_CHECK(row == T);
-    for (int64_t i = 0; i < b->num_logits; i++) b->logit_rows[i] = (int32_t)b->moved_rows[b->logit_rows[i]];
+    MT_CHECK(row == T && logits == num_logits);
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
@@ -16571,10 +16594,11 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
+        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
-    if (b->plan.num_adapters > 0) mt_batcher_order(b);
+    if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
 }
 
@@ -16790,6 +16814,11 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
+}
+
+void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
+    MT_CHECK(tokens > 0);
+    g->batcher->max_prefill = tokens;
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {

@@ -4077,6 +4077,10 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
+/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
+ * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
 
@@ -4120,11 +4124,11 @@ typedef struct mt_batcher {
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
+    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
     /* private */
     struct mt_cache_slot *slots;
-    int64_t *span_adapters, *moved_rows; // [max_tokens] of the forward's spans; where its rows go
-    mt_batch unordered;                  // spans and rows in the order in which they were added
-    int32_t *references, *free_pages;    // [num_pages] users of each page; the pages without one
+    struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
+    int32_t *references, *free_pages; // [num_pages] users of each page; the pages without one
     int64_t num_free, num_forwards;
 } mt_batcher;
 

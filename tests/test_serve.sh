@@ -16,6 +16,7 @@ begin() {
     # shellcheck disable=SC2046
     [ "$ranks" = 1 ] || set -- $(mpirun_here) -np "$ranks" "$@"
     : >"$work/log" # the server before has written another port
+    [ -z "$server" ] || kill -KILL "$server" # of a test that failed, or was left out by MT_ONLY
     "$@" >"$work/served" 2>"$work/log" </dev/null &
     server=$!
     port=''
@@ -153,6 +154,17 @@ adapters_answer_as_alone() {
     return $status
 }
 
+# Ten clients for each place in the queue. `make fire` has more of them.
+holds_under_fire() {
+    clients=${MT_FIRE_CLIENTS:-50}
+    begin $golden/llama --tokenizer-type ByteLevel --max-prefill-tokens 16 --inference-dynamic-batching-block-size 4 \
+        --inference-max-requests 8 --serve-queue $((clients / 10)) --serve-max-body 65536 --kv-cache-tokens 256 \
+        --serve-adapter one=tests/golden/tune/lora two=tests/golden/tune/patterns || return 1
+    hang=${MT_FIRE_SECONDS:-$hang} asks holds_under_fire "${MT_FIRE_REQUESTS:-2000}" "$clients" "$server" || return 1
+    [ -z "${MT_FIRE_REQUESTS:-}" ] || cat "$work/out"
+    end
+}
+
 wrong_adapters_are_refused() {
     set -- --load $golden/llama --tokenizer-type ByteLevel --serve 0
     lora=tests/golden/tune/lora
@@ -189,7 +201,7 @@ a_page_talks() {
         sed 's/"max_position_embeddings": 64/"max_position_embeddings": 8192/' $golden/llama/config.json \
             >"$work/long/config.json" || return 1
     mkdir "$work/profile"
-    begin "$work/long" --tokenizer-type ByteLevel --chat-template plain &&
+    begin "$work/long" --tokenizer-type ByteLevel --chat-template plain --serve-adapter one=tests/golden/tune/lora &&
         python3 tests/serve_page.py "$port" "$work/profile" 2>"$work/err" && end
 }
 
@@ -210,6 +222,7 @@ begin $golden/llama --tokenizer-type ByteLevel --chat-template plain --max-prefi
 check lists_the_model asks lists_the_model llama
 check tokens_are_those_of_the_tokenizer asks tokens_are_those_of_the_tokenizer
 check greedy_is_infers_whatever_else_runs greedy_is_infers_whatever_else_runs
+check prompts_are_read_in_parts asks prompts_are_read_in_parts 8
 check seeds_draw_infers_samples seeds_draw_infers_samples
 check scores_are_those_of_infer scores_are_those_of_infer
 check streams_are_the_whole_answers asks streams_are_the_whole_answers
@@ -217,7 +230,6 @@ check stops_cut_the_text asks stops_cut_the_text
 check wrong_requests_are_refused_in_one_sentence asks wrong_requests_are_refused_in_one_sentence
 check clients_that_leave_are_cancelled asks clients_that_leave_are_cancelled
 check garbage_harms_nobody asks garbage_harms_nobody
-check holds_under_fire asks holds_under_fire "${MT_FIRE_REQUESTS:-2000}" "${MT_FIRE_CLIENTS:-50}" "$server"
 check a_port_in_use_is_an_error a_port_in_use_is_an_error
 check it_ends_by_sigterm end
 check keys_open keys_open
@@ -225,6 +237,7 @@ check everybody_may_enter_is_said everybody_may_enter_is_said
 check limits_hold limits_hold
 check ends_after_its_work ends_after_its_work
 check other_models_serve other_models_serve
+check holds_under_fire holds_under_fire
 check wrong_adapters_are_refused wrong_adapters_are_refused
 check makes_an_adapter makes_an_adapter
 check reads_the_answers_of_adapters of_adapters

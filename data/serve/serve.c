@@ -27,9 +27,21 @@ enum {
     CACHE_TOKENS = 65536,   // where no --kv-cache-tokens is given
     VIEWED_BYTES = 1 << 25, // of logits of prompts in a step, for scores
     MAX_KEY_BYTES = 4096,
+    LEAST_PREFILL = 16,         // tokens of prompts in a step: a prompt must come to its end
     SECONDS_TO_READ = 30,       // for a request to arrive
     WAIT_NANOSECONDS = 50000000 // until signals and clients are looked at again
 };
+
+/* A step that reads prompts takes at most so many times one that does not: streams wait for both. Three, less a margin
+ * for the error of the estimates. */
+static const double STEPS_TO_WAIT = 2.5;
+
+/* How long steps take: the part of the streams, and each token of a prompt, in seconds; 0: unknown. */
+typedef struct pace {
+    double step, token;
+    int64_t read;    // tokens of prompts so far
+    int64_t streams; // sequences that write, in the step at hand
+} pace;
 
 typedef enum phase { LOADING, SERVING, ENDING } phase;
 
@@ -46,6 +58,7 @@ typedef struct server {
     mt_job **running; // jobs whose choices the engine has
     int64_t num_running, running_capacity;
     int64_t max_sequences;
+    pace pace;
     double heard_at; // when the other ranks last heard from this one
     /* shared with the threads of HTTP, under the lock */
     pthread_mutex_t lock, chat_lock;
@@ -427,6 +440,38 @@ static void fail_all(server *s, const mt_error *error) {
     }
 }
 
+/* Tokens of prompts in the next step: no more than let the streams wait as long as STEPS_TO_WAIT steps without. */
+static int64_t prefill_tokens(server *s) {
+    pace *p = &s->pace;
+    int64_t most = s->run->options.max_prefill_tokens, count;
+    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
+    p->streams = 0;
+    for (int64_t i = 0; i < count; i++)
+        p->streams += sequences[i].finish == MT_UNFINISHED && sequences[i].num_tokens > sequences[i].num_prompt;
+    if (p->streams == 0 || p->step == 0)
+        return p->streams == 0 ? most : mt_min(mt_max(p->streams, LEAST_PREFILL), most);
+    double wanted = mt_minimum((STEPS_TO_WAIT - 1) * p->step / p->token, (double)most);
+    return mt_max((int64_t)wanted, mt_min(LEAST_PREFILL, most));
+}
+
+/* Measures a step that took `seconds`. A part of each difference to what was expected counts: the next step is like the
+ * last ones. */
+static void note_pace(server *s, double seconds) {
+    const double part = 0.25, least = 1e-9;
+    pace *p = &s->pace;
+    int64_t before = p->read;
+    p->read = mt_generator_read_totals(s->run->generator).prefill_tokens;
+    double tokens = (double)(p->read - before), streams = (double)p->streams;
+    if (streams == 0) return;
+    if (p->step == 0) { // as if a token of a prompt took as long as that of a stream
+        p->token = seconds / (tokens + streams), p->step = p->token * streams;
+        return;
+    }
+    double error = seconds - p->step - p->token * tokens;
+    p->step = mt_maximum(p->step + (tokens > 0 ? part / 2 : part) * error, least);
+    if (tokens > 0) p->token = mt_maximum(p->token + part / 2 * error / tokens, least);
+}
+
 static int run_loop(server *s, mt_error *error) {
     while (goes_on(s)) {
         admit(s);
@@ -435,13 +480,16 @@ static int run_loop(server *s, mt_error *error) {
             wait_for_job(s);
             continue;
         }
+        mt_engine_limit_prefill(s->engine, prefill_tokens(s));
         double start = mt_time();
         s->heard_at = start;
         if (mt_engine_step(s->engine, error) < 0) {
             fail_all(s, error);
             return -1;
         }
-        mt_counters_time(s->counters, MT_LATENCY_STEP, mt_time() - start);
+        double seconds = mt_time() - start;
+        mt_counters_time(s->counters, MT_LATENCY_STEP, seconds);
+        note_pace(s, seconds);
         deliver(s);
     }
     return 0;
