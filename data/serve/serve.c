@@ -28,19 +28,23 @@ enum {
     VIEWED_BYTES = 1 << 25, // of logits of prompts in a step, for scores
     MAX_KEY_BYTES = 4096,
     LEAST_PREFILL = 16,         // tokens of prompts in a step: a prompt must come to its end
+    STEPS_BETWEEN = 16,         // measurements of the streams alone
     SECONDS_TO_READ = 30,       // for a request to arrive
     WAIT_NANOSECONDS = 50000000 // until signals and clients are looked at again
 };
 
-/* A step that reads prompts takes at most so many times one that does not: streams wait for both. Three, less a margin
- * for the error of the estimates. */
-static const double STEPS_TO_WAIT = 2.5;
+/* A step that reads prompts takes at most so many times one that does not, as streams wait for it. Three, less the
+ * growth of a share that was found small enough. */
+static const double STEPS_TO_WAIT = 2.5, GROWTH = 1.25;
 
-/* How long steps take: the part of the streams, and each token of a prompt, in seconds; 0: unknown. */
+/* How many tokens of prompts a step reads beside streams: found by measuring steps, as the cost of a token depends on
+ * model, device and the length of the prompt. */
 typedef struct pace {
-    double step, token;
-    int64_t read;    // tokens of prompts so far
-    int64_t streams; // sequences that write, in the step at hand
+    double step;            // seconds of a step of the streams alone; 0: unknown
+    int64_t steps;          // since that was measured
+    double tokens;          // of prompts, in a step
+    int64_t read;           // tokens of prompts so far
+    int64_t streams, limit; // of the step at hand: sequences that write; most tokens of prompts
 } pace;
 
 typedef enum phase { LOADING, SERVING, ENDING } phase;
@@ -440,7 +444,8 @@ static void fail_all(server *s, const mt_error *error) {
     }
 }
 
-/* Tokens of prompts in the next step: no more than let the streams wait as long as STEPS_TO_WAIT steps without. */
+/* Tokens of prompts in the next step. Where nobody writes, nobody waits. Now and then a step reads one token alone, for
+ * the time of the streams. */
 static int64_t prefill_tokens(server *s) {
     pace *p = &s->pace;
     int64_t most = s->run->options.max_prefill_tokens, count;
@@ -448,28 +453,31 @@ static int64_t prefill_tokens(server *s) {
     p->streams = 0;
     for (int64_t i = 0; i < count; i++)
         p->streams += sequences[i].finish == MT_UNFINISHED && sequences[i].num_tokens > sequences[i].num_prompt;
-    if (p->streams == 0 || p->step == 0)
-        return p->streams == 0 ? most : mt_min(mt_max(p->streams, LEAST_PREFILL), most);
-    double wanted = mt_minimum((STEPS_TO_WAIT - 1) * p->step / p->token, (double)most);
-    return mt_max((int64_t)wanted, mt_min(LEAST_PREFILL, most));
+    bool measures = p->step == 0 || p->steps >= STEPS_BETWEEN;
+    p->limit = p->streams == 0 ? most : measures ? 1 : mt_clamp((int64_t)p->tokens, 1, most);
+    return p->limit;
 }
 
-/* Measures a step that took `seconds`. A part of each difference to what was expected counts: the next step is like the
- * last ones. */
+/* Measures a step: a part of each time of the streams alone counts. A step that took too long cuts the share of prompts
+ * to what fits; one that was short enough lets it grow. */
 static void note_pace(server *s, double seconds) {
-    const double part = 0.25, least = 1e-9;
+    const double part = 0.25, most = (double)s->run->options.max_prefill_tokens;
     pace *p = &s->pace;
     int64_t before = p->read;
     p->read = mt_generator_read_totals(s->run->generator).prefill_tokens;
-    double tokens = (double)(p->read - before), streams = (double)p->streams;
-    if (streams == 0) return;
-    if (p->step == 0) { // as if a token of a prompt took as long as that of a stream
-        p->token = seconds / (tokens + streams), p->step = p->token * streams;
-        return;
+    double tokens = (double)(p->read - before), allowed = STEPS_TO_WAIT * p->step;
+    if (p->streams == 0) return;
+    p->steps++;
+    // without prompts nothing is known of them but this: a token costs no more than that of a stream
+    if (tokens == 0)
+        p->tokens = mt_minimum(p->tokens, mt_maximum((STEPS_TO_WAIT - 1) * (double)p->streams, LEAST_PREFILL));
+    if (tokens <= 1) {
+        p->step = p->step > 0 ? p->step + part * (seconds - p->step) : seconds, p->steps = 0;
+    } else if (seconds > allowed) {
+        p->tokens = mt_maximum(tokens * (allowed - p->step) / (seconds - p->step), LEAST_PREFILL);
+    } else if (tokens >= (double)p->limit) {
+        p->tokens = mt_minimum(GROWTH * p->tokens, most);
     }
-    double error = seconds - p->step - p->token * tokens;
-    p->step = mt_maximum(p->step + (tokens > 0 ? part / 2 : part) * error, least);
-    if (tokens > 0) p->token = mt_maximum(p->token + part / 2 * error / tokens, least);
 }
 
 static int run_loop(server *s, mt_error *error) {
@@ -622,7 +630,8 @@ static void open_server(server *s, mt_inference *r) {
     *s = (server){.run = r, .turn_end = -1, .created = (int64_t)time(NULL)};
     pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
     s->counters = mt_counters_open();
-    s->max_sequences = r->options.inference_max_requests, s->service.name = model_name(&r->options);
+    s->pace.tokens = LEAST_PREFILL, s->max_sequences = r->options.inference_max_requests,
+    s->service.name = model_name(&r->options);
     mt_inference_check(r, mt_serve_adapters_open(&s->adapters, &r->options, s->service.name, &error), &error);
     mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
 }
