@@ -5352,13 +5352,30 @@ static const void *mt_adapter_down(const mt_product *p) {
     return a.x;
 }
 
-/* y += the adapters' outputs. */
-static void mt_adapter_forward(const mt_product *p) {
+/* y += the outputs of the linear's own adapter. */
+static void mt_adapter_add(const mt_product *p) {
     mt_adapter_down(p);
     for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
         mt_grouped_args a = mt_adapter_args(p, part);
         a.accumulate = true;
         p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
+    }
+}
+
+/* y += the adapters' outputs. With a table the rows of each adapter are a product of their own, that of a model with
+ * this adapter alone. */
+static void mt_adapter_forward(const mt_product *p) {
+    const mt_adapter *own = &p->l->adapter;
+    const int64_t *rows = p->pass.adapter_rows;
+    if (!own->table) mt_adapter_add(p);
+    for (int64_t i = 0; i < own->table_size && rows; i++) {
+        mt_linear linear = *p->l;
+        mt_product part = *p;
+        linear.adapter = own->table[i];
+        part.l = &linear, part.T = rows[i + 1] - rows[i];
+        part.io.x = mt_at(p->io.x, rows[i] * linear.K, p->tp->dtype);
+        part.io.y = mt_at(p->io.y, rows[i] * linear.N, p->tp->dtype);
+        if (part.T > 0 && linear.adapter.R > 0) mt_adapter_add(&part);
     }
 }
 
@@ -7286,18 +7303,19 @@ typedef struct mt_pass {
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
-    mt_context *context;     // attention with context parallelism, or NULL
-    const mt_batch *whole;   // forward: the micro-batch as its source gave it
-    int64_t num_sequences;   // of the micro-batch, on all ranks that share it
-    int64_t unpadded;        // its tokens on them, without padding; not when decoding
-    int64_t T;               // tokens
-    int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
-    int64_t message_rows;    // of a message between pipeline stages
-    bool training;           // dropout is on, and the forward adds to the step's statistics
-    bool replay;             // a recomputed forward: it writes activations only
-    bool decode;             // attention reads the KV cache
-    int halves;              // of the backward to run: MT_BACKWARD_*
-    bool last;               // the last backward of this chunk in this step
+    mt_context *context;         // attention with context parallelism, or NULL
+    const mt_batch *whole;       // forward: the micro-batch as its source gave it
+    int64_t num_sequences;       // of the micro-batch, on all ranks that share it
+    int64_t unpadded;            // its tokens on them, without padding; not when decoding
+    int64_t T;                   // tokens
+    int64_t rows, first_row;     // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
+    int64_t message_rows;        // of a message between pipeline stages
+    bool training;               // dropout is on, and the forward adds to the step's statistics
+    bool replay;                 // a recomputed forward: it writes activations only
+    bool decode;                 // attention reads the KV cache
+    const int64_t *adapter_rows; // mt_batch.adapter_rows
+    int halves;                  // of the backward to run: MT_BACKWARD_*
+    bool last;                   // the last backward of this chunk in this step
 } mt_pass;
 
 /* States at the borders of this rank's pieces in context parallelism: see mt_context_carry. */
@@ -7415,6 +7433,8 @@ struct mt_model {
     mt_tensor_parallel tp;
     mt_adapter_scratch adapter_scratch; // of all linears but experts'
     bool adapters_off;                  // see mt_model_use_adapters
+    void **adapter_tables;              // [plan.num_adapters] memory of mt_model_keep_adapter
+    int64_t adapter_table_bytes;        // of each
     /* recomputation */
     unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
@@ -7792,7 +7812,8 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
 
 /* The pass as linears see it. */
 static mt_linear_pass mt_linears(const mt_pass *p) {
-    return (mt_linear_pass){.tp = &p->tp, .training = p->training, .token_index = p->batch->token_index};
+    return (mt_linear_pass){
+        .tp = &p->tp, .training = p->training, .token_index = p->batch->token_index, .adapter_rows = p->adapter_rows};
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
@@ -11113,6 +11134,7 @@ typedef struct mt_micro_batch {
     int64_t num_spans;
     mt_context *context;                     // its attention with context parallelism, or NULL
     mt_batch whole;                          // context parallelism: spans and token indices of the whole micro-batch
+    const int64_t *adapter_rows;             // of its batch
     mt_teacher_logits *teacher;              // of its batch
     double divergence_factor, hidden_factor; // of its distillation: see mt_loss_sums
     mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
@@ -15034,6 +15056,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    mt_arena adapters = {0};
+    for (int64_t i = 0; i < m->num_params; i++)
+        if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
+    m->adapter_table_bytes = adapters.used;
+    for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
     m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
     m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
@@ -15281,6 +15308,10 @@ static void mt_model_adapters(mt_model *m) {
             adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
             adapter->off = &m->adapters_off;
             adapter->scratch = param->expert >= 0 ? &m->experts->rows.adapter : &m->adapter_scratch;
+            adapter->table_size = m->plan.num_adapters;
+            MT_CHECK(adapter->table_size == 0 || param->expert < 0);
+            if (adapter->table_size > 0)
+                adapter->table = mt_model_calloc(m, adapter->table_size * (int64_t)sizeof *adapter->table);
         }
         if (is_a && param->expert == expert) adapter->R += param->rows;
         if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
@@ -15757,6 +15788,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_experts_open(m, o);
     mt_model_linears(m);
     mt_model_adapters(m);
+    if (m->plan.num_adapters > 0)
+        m->adapter_tables = mt_model_calloc(m, m->plan.num_adapters * (int64_t)sizeof *m->adapter_tables);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_mtp_share(m);
     mt_model_slots(m, m->options);
@@ -16026,6 +16059,45 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     }
 }
 
+/* The adapter of one linear, whose adapters' rows of the parameter table these are: the parts whose roles `own` names,
+ * with its rank, next to one another. */
+static mt_adapter mt_adapter_copy(mt_model *m, mt_arena *arena, const mt_param *rows, int64_t count,
+                                  const mt_options *own) {
+    const mt_adapter *all = (const mt_adapter *)(const void *)mt_param_weight(m, rows);
+    int64_t K = rows->cols, size = mt_dtype_size(m->dtype), part = 0, rank = own->lora_rank;
+    int64_t taken[MT_MAX_ADAPTER_PARTS];
+    mt_adapter to = {.rank = rank, .off = all->off, .scratch = all->scratch};
+    to.scale = (float)(own->lora_alpha / (double)rank);
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i].role != MT_LORA_B || rows[i].continues) continue;
+        if (mt_role_has_adapters(own, rows[i].adapts)) taken[to.num_parts++] = part;
+        part++;
+    }
+    to.R = to.num_parts * rank, to.a.w = mt_arena_alloc(arena, to.R * K * size);
+    for (int64_t n = 0; n < to.num_parts; n++) {
+        const mt_adapter_part *from = &all->parts[taken[n]];
+        to.parts[n] = (mt_adapter_part){.first = from->first, .N = from->N};
+        to.parts[n].b.w = mt_arena_alloc(arena, from->N * rank * size);
+        m->ops->memory_copy(mt_at(to.a.w, n * rank * K, m->dtype), mt_at(all->a.w, taken[n] * all->rank * K, m->dtype),
+                            rank * K * size, m->stream);
+        m->ops->memory_copy_rows(to.parts[n].b.w, rank * size, from->b.w, all->rank * size, from->N, rank * size,
+                                 m->stream);
+    }
+    return to;
+}
+
+void mt_model_keep_adapter(mt_model *m, int64_t index, const mt_options *own) {
+    MT_CHECK(index >= 0 && index < m->plan.num_adapters && own->lora_rank <= m->options->lora_rank);
+    mt_arena arena = {.base = m->adapter_tables[index], .capacity = m->adapter_table_bytes};
+    for (int64_t i = 0, next; i < m->num_params && mt_param_is_adapter(&m->params[i]); i = next) {
+        for (next = i + 1; next < m->num_params && mt_param_is_adapter(&m->params[next]); next++)
+            if (m->params[next].role == MT_LORA_A && !m->params[next].continues) break;
+        mt_adapter *held = (mt_adapter *)(void *)mt_param_weight(m, &m->params[i]);
+        held->table[index] = mt_adapter_copy(m, &arena, &m->params[i], next - i, own);
+    }
+    m->ops->stream_synchronize(m->stream); // the next adapter is loaded over this one
+}
+
 void mt_model_use_adapters(mt_model *m, bool used) {
     m->adapters_off = !used;
 }
@@ -16110,6 +16182,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         mb->context = NULL; // every context-parallel rank computes the whole batch
+        mb->adapter_rows = batch->adapter_rows;
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
@@ -16128,7 +16201,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         p = mt_pass_begin(m, mb);
-        p.decode = true;
+        p.decode = true, p.adapter_rows = mb->adapter_rows;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
         int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
@@ -16157,6 +16230,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const in
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
     if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
+    if (batch->adapter_rows && batch->adapter_rows[m->plan.num_adapters] > 0) return false; // the rows of each differ
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1 || rows[i] != i) return false;
     return true;
@@ -16293,11 +16367,21 @@ typedef struct mt_cache_slot {
     int64_t num_pages;
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
+    int64_t adapter;  // mt_sequence.adapter of the tokens
     /* with states, which stand after a number of tokens; 0: no state */
     int64_t state_tokens; // the running state, before the forward at hand
     int64_t kept_tokens;  // the kept state
     int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
+
+/* A forward as it was filled: see mt_batcher_order. */
+typedef struct mt_added {
+    mt_span *spans;
+    int64_t *adapters;                                // of the spans
+    int32_t *tokens, *positions, *cache_rows, *moved; // moved: the new row of each
+    int32_t *logit_rows;
+    int64_t *logit_sequences;
+} mt_added;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
     return mt_text_rows(plan->max_length, plan->page_rows) / plan->page_rows;
@@ -16316,6 +16400,17 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
         b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
         b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
+        if (plan->num_adapters > 0) {
+            b->batch.adapter_rows = mt_arena_alloc(&arena, (plan->num_adapters + 1) * 8);
+            int64_t T = plan->max_tokens;
+            mt_added *added = b->added = mt_arena_alloc(&arena, (int64_t)sizeof *added), unused;
+            if (pass == 0) added = &unused;
+            added->spans = mt_arena_alloc(&arena, T * (int64_t)sizeof *added->spans);
+            added->adapters = mt_arena_alloc(&arena, T * 8), added->logit_sequences = mt_arena_alloc(&arena, T * 8);
+            added->tokens = mt_arena_alloc(&arena, T * 4), added->positions = mt_arena_alloc(&arena, T * 4);
+            added->cache_rows = mt_arena_alloc(&arena, T * 4), added->moved = mt_arena_alloc(&arena, T * 4);
+            added->logit_rows = mt_arena_alloc(&arena, T * 4);
+        }
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -16398,11 +16493,17 @@ static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limi
     return n;
 }
 
+/* The same for a slot's text and a sequence: another adapter has other keys and values. */
+static int64_t mt_cache_slot_equal(const mt_cache_slot *s, const mt_sequence *sequence) {
+    if (s->adapter != sequence->adapter) return 0;
+    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+}
+
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
  * that is computed, which can be copied; with states, up to a state. At least one token is left, whose logits are
  * needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
-    int64_t n = mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t n = mt_cache_slot_equal(s, sequence);
     int64_t computed = mt_min(n, s->num_computed);
     int64_t kept = s->kept_tokens <= computed ? s->kept_tokens : 0;
     if (b->plan.has_states) return s->state_tokens <= computed ? mt_max(s->state_tokens, kept) : kept;
@@ -16417,10 +16518,10 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
     const mt_sequence *own = &sequences[i];
     int64_t most = 0, seen = 0;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++)
-        most = mt_max(most, mt_tokens_common(s->tokens, own->tokens, mt_min(s->num_cached, own->num_tokens - 1)));
+        most = mt_max(most, mt_cache_slot_equal(s, own));
     for (int64_t j = i + 1; j < count && seen < b->plan.max_sequences; j++) {
         const mt_sequence *other = &sequences[j];
-        if (other->slot >= 0 || other->finish != MT_UNFINISHED) continue;
+        if (other->slot >= 0 || other->finish != MT_UNFINISHED || other->adapter != own->adapter) continue;
         int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
         most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
     }
@@ -16433,6 +16534,7 @@ static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, 
     if (own->views_prompt) return false;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
+        is_later = is_later && s->adapter == own->adapter;
         if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
             return true;
     }
@@ -16482,6 +16584,7 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     mt_cache_slot *s = &b->slots[slot];
     s->num_cached = full * rows, s->num_computed = mt_min(computed, full * rows);
     memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
+    s->adapter = sequence->adapter;
     s->sequence = i; // from here on its pages are not freed
     int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
     if (!mt_pages_reserve(b, needed + wanted)) {
@@ -16514,6 +16617,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
+    bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
+    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
     if (count == 0) return;
@@ -16522,10 +16627,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
+    if (b->added) b->added->adapters[b->batch.num_spans] = sequence->adapter;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
+    if (is_prefill) b->num_prefill += count;
     viewed = mt_min(viewed, count), b->num_viewed += viewed;
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
@@ -16541,6 +16647,38 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
 }
 
+/* Moves the tokens of each adapter next to one another, those without one last. Attention reads the keys of this
+ * forward from the cache, so that the order of spans has no effect there. */
+static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
+    mt_batch *batch = &b->batch;
+    mt_added *old = b->added;
+    int64_t n = b->plan.num_adapters, T = batch->num_tokens, num_logits = b->num_logits, spans = 0, row = 0, logits = 0;
+    memcpy(old->spans, batch->spans, (size_t)batch->num_spans * sizeof *old->spans);
+    memcpy(old->tokens, batch->tokens, (size_t)T * 4), memcpy(old->positions, batch->positions, (size_t)T * 4);
+    memcpy(old->cache_rows, b->cache_rows, (size_t)T * 4);
+    memcpy(old->logit_rows, b->logit_rows, (size_t)num_logits * 4);
+    memcpy(old->logit_sequences, b->logit_sequences, (size_t)num_logits * 8);
+    for (int64_t place = 0; place <= n; place++) {
+        int64_t adapter = place < n ? place + 1 : 0;
+        batch->adapter_rows[place] = row;
+        for (int64_t i = 0; i < batch->num_spans; i++) {
+            mt_span span = old->spans[i];
+            if (old->adapters[i] != adapter) continue;
+            for (int64_t t = span.q_start; t < span.q_start + span.q_len; t++, row++) {
+                batch->tokens[row] = old->tokens[t], batch->positions[row] = old->positions[t];
+                b->cache_rows[row] = old->cache_rows[t], old->moved[t] = (int32_t)row;
+            }
+            span.q_start = row - span.q_len, batch->spans[spans++] = span;
+        }
+        for (int64_t i = 0; i < num_logits; i++) {
+            int64_t sequence = old->logit_sequences[i];
+            if (sequences[sequence].adapter != adapter) continue;
+            b->logit_rows[logits] = old->moved[old->logit_rows[i]], b->logit_sequences[logits++] = sequence;
+        }
+    }
+    MT_CHECK(row == T && logits == num_logits);
+}
+
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
     b->num_state_copies = 0;
@@ -16551,6 +16689,7 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
         MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
+        MT_CHECK(sequences[i].adapter >= 0 && sequences[i].adapter <= b->plan.num_adapters);
     }
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
@@ -16562,9 +16701,11 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
+        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
+    if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
 }
 
@@ -16618,6 +16759,7 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
+    batching.num_adapters = plan->num_adapters;
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
@@ -16779,6 +16921,11 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
+}
+
+void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
+    MT_CHECK(tokens > 0);
+    g->batcher->max_prefill = tokens;
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {

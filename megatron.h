@@ -2833,6 +2833,10 @@ typedef struct mt_adapter {
     int64_t first_channel; // of x, in the whole model
     const bool *off;       // the model's switch: true: y is that of the base
     const mt_adapter_scratch *scratch;
+    /* [table_size], mt_model_plan.num_adapters: the table's adapters of this linear, R 0: none. Then this struct is
+     * only the place where an adapter is loaded */
+    struct mt_adapter *table;
+    int64_t table_size;
 } mt_adapter;
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
@@ -2859,8 +2863,9 @@ typedef struct mt_row_groups {
 /* The pass that a linear is used in. */
 typedef struct mt_linear_pass {
     const mt_tensor_parallel *tp;
-    bool training;              // delayed scaling records the largest values of operands; adapters drop out
-    const int64_t *token_index; // [T], for the adapters' dropout
+    bool training;               // delayed scaling records the largest values of operands; adapters drop out
+    const int64_t *token_index;  // [T], for the adapters' dropout
+    const int64_t *adapter_rows; // mt_batch.adapter_rows
 } mt_linear_pass;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -3372,8 +3377,10 @@ typedef struct mt_batch {
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout;
                           // negative: padding, which visits no expert and is in no auxiliary loss
     int64_t num_spans;
-    mt_span *spans;                         // room for one span a token
-    int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller
+    mt_span *spans;        // room for one span a token
+    int32_t *pages;        // decoding over a cache in pages: the page table, memory of the caller
+    int64_t *adapter_rows; // decoding with mt_model_plan.num_adapters: tokens [adapter_rows[i], adapter_rows[i + 1])
+                           // have adapter i of the table, others none; memory of the caller. NULL: all have none
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
@@ -3507,11 +3514,12 @@ typedef struct mt_model_plan {
     int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
     int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
     int64_t max_position;    // positions that tokens may have (rotary tables)
-    int64_t host_memory;     // bytes of this host that all its ranks may use together; 0: the machine's memory
-    bool train;              // gradients, optimizer state and saved activations
-    bool counts;             // only counts bytes: no memory is allocated, and the model can do nothing
-    const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
-    int64_t num_taps;        // outputs of layers that a loss or a score sink reads, on the host
+    int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any
+    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
+    bool train;           // gradients, optimizer state and saved activations
+    bool counts;          // only counts bytes: no memory is allocated, and the model can do nothing
+    const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
+    int64_t num_taps;     // outputs of layers that a loss or a score sink reads, on the host
     int64_t taps[MT_MAX_HIDDEN_PAIRS]; // layers from 0, all on the stage with the loss, or MT_TAP_FINAL_NORM
 } mt_model_plan;
 
@@ -3594,6 +3602,13 @@ void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 /* Switches the adapters of a model off (`used` false) or on again: the forwards between, which do not train, are those
  * of its base and leave no trace. Decoding does so without a graph. */
 void mt_model_use_adapters(mt_model *model, bool used);
+
+/* Several adapters over one base. Copies the adapter that the model holds, as it was loaded, to row `index` of the
+ * table that plan.num_adapters asked for. `own` are the options of a model with this adapter alone: its lora_rank, at
+ * most the model's, lora_alpha and lora_roles, which the model's include. Decoding multiplies a token's rows by the
+ * matrices of its adapter (mt_batch.adapter_rows, mt_sequence.adapter) and by no other, in the products of that model.
+ * Adapters of experts have no table. */
+void mt_model_keep_adapter(mt_model *model, int64_t index, const mt_options *own);
 
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
  * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays
@@ -4007,6 +4022,7 @@ typedef struct mt_sequence {
     mt_logits_view *view;        // sees the logits of every new token; NULL: none
     void *view_context;
     bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
+    int64_t adapter;   // of the model's table, from 1; 0: none
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -4071,6 +4087,10 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
+/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
+ * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
 
@@ -4094,9 +4114,10 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;    // layers keep states: a text shares a prefix only where a state stands
-    int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_pages;    // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;      // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed;   // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_adapters; // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -4113,8 +4134,10 @@ typedef struct mt_batcher {
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
+    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
     /* private */
     struct mt_cache_slot *slots;
+    struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
     int32_t *references, *free_pages; // [num_pages] users of each page; the pages without one
     int64_t num_free, num_forwards;
 } mt_batcher;

@@ -1440,6 +1440,10 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"serve-model-name", MT_STRING, MT_AT(serve_model_name), MT_INFER, MT_OF_RUN, NULL, "NAME",
      "name of the model in requests (default: that of its folder)", .needs = "serve", .own = true},
+    {"serve-adapter", MT_LIST, MT_AT(serve_adapter), MT_INFER, MT_OF_RUN, NULL, "NAME=FOLDER",
+     "models of their own to requests: adapters of peft or of --save over the weights of --load, one or several, also "
+     "in one batch",
+     .needs = "serve", .excludes = "load-adapter", .own = true},
     {"serve-queue", MT_INT, MT_AT(serve_queue), MT_INFER, MT_OF_RUN, "256", "[1,1000000]",
      "requests that wait at most; more are refused with the status 429", .needs = "serve", .own = true},
     {"serve-timeout", MT_INT, MT_AT(serve_timeout), MT_INFER, MT_OF_RUN, "600", "[0,1000000]",
@@ -1451,7 +1455,9 @@ const mt_option mt_option_table[] = {
      "let pages of this origin, such as https://example.org, call the server from a browser", .needs = "serve",
      .own = true},
     {"max-prefill-tokens", MT_INT, MT_AT(max_prefill_tokens), MT_INFER, MT_OF_RUN, "512", "[1,1000000]",
-     "tokens of prompts that are read in one step beside the sequences that generate: fewer delay these less",
+     "tokens of prompts that are read in one step at most; beside sequences that generate fewer, so that these wait "
+     "for "
+     "their next token no longer than three steps take without",
      .needs = "serve", .own = true},
     {"inference-max-seq-length", MT_INT, MT_AT(inference_max_seq_length), MT_INFER, MT_OF_RUN, NULL, "[2,1073741824]",
      "tokens of prompt and answer at most (default: the model's context, at most 8192)", .needs = "serve"},

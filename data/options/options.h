@@ -189,6 +189,7 @@ typedef struct mt_run_options {
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
+    mt_strings serve_adapter;                              // NAME=FOLDER
     int64_t serve_queue, serve_timeout, serve_max_body, max_prefill_tokens, inference_max_seq_length;
     uint64_t given[64]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
