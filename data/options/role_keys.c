@@ -54,7 +54,10 @@
     "diffusion_deepspeed_train"
 #define PROFILERS "profilers (here --profile and --trace)"
 #define SCORES    "scoring, whose micro-batches are those of training"
-#define GAPLESS   "training scores the responses itself, and the generator has its weights"
+#define GAPLESS                                                                                                        \
+    "corrections of the generator's log-probabilities are verl's here: set it to false, and give --rollout-is or "     \
+    "--rollout-rs"
+#define ENVIRONMENTS "environments, which do not run here: prompts come from --data-path, rewards from --reward"
 #define PADDING   "batches with padding: --sequence-packing and --variable-seq-lengths have none"
 #define BY_LENGTH "batching by length: here --sequence-packing evens the work of ranks"
 
@@ -126,10 +129,10 @@ static const mt_role_key keys[] = {
     {"roll", "distill_loss_weight", MT_KEY_OPTION, "distill-loss-weight", NULL, "student"},
     {"roll", "distill_on_prompt", MT_KEY_OPTION, "loss-on", "true=all|false=responses", "student"},
     // reinforcement learning
-    {"roll", "rollout_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"roll", "rollout_batch_size", MT_KEY_TRAJECTORIES, "rollout-batch-size", NULL, LEARNER},
     {"roll", "num_return_sequences_in_group", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
-    {"roll", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
+    {"roll", "adv_estimator", MT_KEY_ESTIMATOR, "adv-estimator", NULL, LEARNER},
     {"roll", "ppo_epochs", MT_KEY_OPTION, "ppo-epochs", NULL, LEARNER},
     {"roll", "gamma", MT_KEY_OPTION, "gamma", NULL, LEARNER},
     {"roll", "lambd", MT_KEY_OPTION, "lam", NULL, LEARNER},
@@ -194,13 +197,22 @@ static const mt_role_key keys[] = {
      MT_KEY_UNUSED, "corrections of the generator's log-probabilities, which are not supported"},
     {"roll", "ratio_type", MT_KEY_FIXED, "a response has one segment", "token"},
     {"roll",
-     "custom_envs train_env_manager val_env_manager env_manager_cls max_actions_per_traj max_tokens_per_step "
-     "step_reward_gamma batch_adjust_mode reward_normalization math_agent_system_template math_agent_template "
+     "custom_envs val_env_manager env_manager_cls max_actions_per_traj math_agent_system_template math_agent_template "
      "agent_runner_cls default_history_length",
-     MT_KEY_REFUSED,
-     "responses to prompts are trained, without environments: take prompts from files "
-     "(actor_train.data_args.file_name) and remove these keys",
-     NULL, LEARNER},
+     MT_KEY_UNUSED, ENVIRONMENTS, NULL, LEARNER},
+    {"roll", "train_env_manager", MT_KEY_SECTION, "environments", NULL, LEARNER},
+    {"environments", "group_size", MT_KEY_OPTION, "num-return-sequences"},
+    {"environments", "*", MT_KEY_UNUSED, ENVIRONMENTS},
+    {"roll", "max_tokens_per_step", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train"},
+    {"roll", "step_reward_gamma", MT_KEY_UNUSED, "later steps of an environment: a response is one", NULL, LEARNER},
+    {"roll", "batch_adjust_mode", MT_KEY_UNUSED, "batches of environments: those of prompts are whole", NULL, LEARNER},
+    {"roll", "reward_normalization", MT_KEY_SECTION, "reward_normalization", NULL, LEARNER},
+    {"reward_normalization", "grouping", MT_KEY_GROUPING, "norm-mean-type"},
+    {"reward_normalization", "method", MT_KEY_NORM_METHOD, "norm-mean-type",
+     "mean=mean|mean_std=mean_std|identity=none|*=!rewards are not cut after their normalization: take mean, mean_std "
+     "or identity"},
+    {"reward_normalization", "norm_mean_type", MT_KEY_OPTION, "norm-mean-type", "batch=batch|group=group|None=none"},
+    {"reward_normalization", "norm_std_type", MT_KEY_OPTION, "norm-std-type", "batch=batch|group=group|None=none"},
     {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
     {"roll", "reward_system_config", MT_KEY_UNUSED, PYTHON},
     {"roll", "world_size", MT_KEY_UNUSED, RAY},
@@ -314,12 +326,12 @@ static const mt_role_key keys[] = {
     {"role", "use_remove_padding", MT_KEY_UNUSED, PADDING},
     {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
     {"role", "apply_loss_scale", MT_KEY_FIXED, "the loss is a sum divided by the count of the whole step", "true"},
-    {"role", "use_dynamic_batching_in_train use_dynamic_batching_in_infer", MT_KEY_REFUSED,
-     "take use_sequence_packing"},
-    {"role",
-     "max_tokens_per_microbatch_in_train sequence_length_round_in_train max_tokens_per_microbatch_in_infer "
-     "sequence_length_round_in_infer sequence_packing_args",
-     MT_KEY_UNUSED, BY_LENGTH},
+    {"role", "use_dynamic_batching_in_train", MT_KEY_DYNAMIC, "variable-seq-lengths", "false=", ROLL_TRAINS},
+    {"role", "max_tokens_per_microbatch_in_train", MT_KEY_TOKENS, "max-seqlen-per-dp-cp-rank", NULL, ROLL_TRAINS},
+    {"role", "use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer sequence_length_round_in_infer",
+     MT_KEY_UNUSED, SCORES},
+    {"role", "sequence_length_round_in_train", MT_KEY_UNUSED, PADDING},
+    {"role", "sequence_packing_args", MT_KEY_UNUSED, BY_LENGTH},
     {"role",
      "world_size num_gpus_per_worker backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",

@@ -36,6 +36,12 @@ typedef enum mt_role_key_kind {
     MT_KEY_DEVICES,     // the devices of a role
     MT_KEY_ALGORITHM,   // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
     MT_KEY_REWARD_NORM, // ROLL's reward_norm: --norm-mean-type, and --norm-std-type unless reward_shift is true
+    MT_KEY_TRAJECTORIES, // responses of environments, by their groups; else prompts
+    MT_KEY_ESTIMATOR,    // ROLL's adv_estimator: with environments, rewards are compared by reward_normalization alone
+    MT_KEY_GROUPING,     // of rewards: refused unless it is the prompt or the iteration, or rewards are not normalized
+    MT_KEY_NORM_METHOD,  // --norm-mean-type, and --norm-std-type for mean_std, over the grouping
+    MT_KEY_DYNAMIC,      // micro-batches by tokens: --variable-seq-lengths, or --sequence-packing of responses
+    MT_KEY_TOKENS,       // the most of these on all context ranks
     MT_KEY_EXPERIENCE,  // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
     MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here
 } mt_role_key_kind;
