@@ -1488,6 +1488,10 @@ void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t
     options->origins[mt_option_of(row->offset) - mt_option_table] = (int32_t)mt_min(origin, INT32_MAX);
 }
 
+int64_t mt_option_line(const mt_run_options *options, const mt_option *row) {
+    return options->origins[mt_option_of(row->offset) - mt_option_table];
+}
+
 char *mt_option_origin_text(const mt_run_options *options, const mt_option *row) {
     static const char *const texts[] = {"", "command line", "config.json", "checkpoint", "a key that is absent"};
     int32_t origin = options->origins[mt_option_of(row->offset) - mt_option_table];
@@ -1845,7 +1849,7 @@ static const size_t mt_other_strings[] = {
     MT_AT(special_tokens),      MT_AT(generation_config),      MT_AT(stack.moe_layers),
     MT_AT(stack.window_layers), MT_AT(stack.rope_layers),      MT_AT(stack.linear_layers),
     MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters), MT_AT(stack.mtp_hybrid_layers)};
-static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys)};
+static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys), MT_AT(unmet_arguments)};
 
 static char **mt_string_at(mt_run_options *options, size_t offset) {
     return (char **)(void *)((char *)options + offset);
