@@ -1098,7 +1098,6 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
     fclose(list);
 }
 
-/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 /* To switch off a default of Megatron-LM that this program has changes numbers, and so do sums in fp32 beside bf16. */
 static void names_that_would_change_numbers_are_no_notes(void **state) {
     (void)state;
@@ -1124,6 +1123,7 @@ static void names_that_would_change_numbers_are_no_notes(void **state) {
     }
 }
 
+/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 static void a_program_sets_no_file_and_no_name_without_effect(void **state) {
     (void)state;
     mt_run_options o;

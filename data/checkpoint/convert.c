@@ -22,7 +22,7 @@ typedef struct mt_converted {
     char *folder;
     mt_safetensors *set;
     mt_megatron *megatron;
-    float *line; // of a parameter
+    float *line;        // of a parameter
     int64_t unreleased; // bytes that were read since pages of the source were given back
 } mt_converted;
 

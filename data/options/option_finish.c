@@ -574,8 +574,8 @@ void mt_options_drop_attention_backend(mt_run_options *o) {
     *backend = MT_ATTENTION_AUTO;
 }
 
-/* Arguments of a file of Megatron-LM that have no effect without another one, which is absent: Megatron-LM ignores them.
- * mt_options_warn notes them. */
+/* Arguments of a file of Megatron-LM that have no effect without another one, which is absent: Megatron-LM ignores
+ * them. mt_options_warn notes them. */
 static void mt_options_drop_unmet(mt_run_options *o, mt_program program) {
     mt_option_rule rule;
     if (!o->config_is_arguments || o->strict_options || program != MT_PROGRAM_TRAIN) return;
@@ -592,7 +592,7 @@ static void mt_options_drop_unmet(mt_run_options *o, mt_program program) {
         mt_strings_add(&o->unmet_arguments, row->name);
         mt_strings_add(&o->unmet_arguments, needed);
         mt_option_reset(o, row);
-        row = mt_option_table; // what needs it has no effect either
+        row = mt_option_table; // options that need it have no effect either
     }
 }
 

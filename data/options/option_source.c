@@ -343,7 +343,8 @@ static bool mt_given_is_excluded(const mt_givens *givens, const mt_given *given)
     for (int64_t i = 0; setting.row && i < givens->count; i++) {
         if (givens->items[i].source != MT_SOURCE_COMMAND_LINE) continue;
         mt_setting typed = mt_setting_find(givens->items[i].name, strlen(givens->items[i].name));
-        if (typed.row && (mt_option_always_excludes(typed.row, setting.row) || mt_option_always_excludes(setting.row, typed.row)))
+        if (typed.row &&
+            (mt_option_always_excludes(typed.row, setting.row) || mt_option_always_excludes(setting.row, typed.row)))
             return true;
     }
     return false;

@@ -272,13 +272,14 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
-/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and, for dapo, that
- * there is no divergence. */
+/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and that there is no
+ * divergence or no division by the deviation. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|sft", type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|sapo|opmd|sppo|sft", type) >= 0;
+    bool subtracts_mean = mt_choice_index("opmd|sppo", type) >= 0; // and does not divide by the deviation
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
     if (loss && strcmp(loss, own) != 0) {
@@ -290,9 +291,10 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
     } else {
-        bool has_divergence = strcmp(type, "dapo") != 0 || mt_yaml_get(mapping, "kl_loss_fn");
+        bool has_divergence = mt_choice_index("dapo|sppo", type) < 0 || mt_yaml_get(mapping, "kl_loss_fn");
         if (has_loss) add_option(r, line, "pg-variant", own)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
+        if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
     }
     free(type), free(loss);
 }
@@ -609,6 +611,11 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_EXPERIENCE) {
         add_entry(r, MT_ENTRY_UNUSED, line, "Trinity-RFT's explorer and buffer");
+        return 0;
+    }
+    bool draws_none = strcmp(row->section, "trinity.synchronizer") == 0 && r->stage && strcmp(r->stage, "sft") == 0;
+    if (draws_none) {
+        add_entry(r, MT_ENTRY_UNUSED, line, "responses: samples come from files");
         return 0;
     }
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);

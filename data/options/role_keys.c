@@ -58,8 +58,8 @@
     "corrections of the generator's log-probabilities are verl's here: set it to false, and give --rollout-is or "     \
     "--rollout-rs"
 #define ENVIRONMENTS "environments, which do not run here: prompts come from --data-path, rewards from --reward"
-#define PADDING   "batches with padding: --sequence-packing and --variable-seq-lengths have none"
-#define BY_LENGTH "batching by length: here --sequence-packing evens the work of ranks"
+#define PADDING      "batches with padding: --sequence-packing and --variable-seq-lengths have none"
+#define BY_LENGTH    "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
@@ -874,10 +874,10 @@ static const mt_role_key keys[] = {
     {"trinity", "synchronizer", MT_KEY_SECTION, "trinity.synchronizer"},
     {"trinity", "trainer", MT_KEY_SECTION, "trinity.trainer"},
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
-     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|"
-     "remax=remax|sft=sft|"
+     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|sapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
+     "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|"
      "dpo=!its loss has a divergence from the reference beside the preference: take preferences of a file of ROLL|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, rloo, reinforceplusplus, remax or sft",
+     "*=!take ppo, grpo, gspo, cispo, dapo, sapo, opmd, sppo, rloo, reinforceplusplus, remax or sft",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -885,7 +885,7 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_FIXED, "algorithm_type chooses the loss",
-     "ppo|gspo|cispo|sft"}, // role_config.c: it must be that of algorithm_type
+     "ppo|gspo|cispo|sapo|opmd|sppo|sft"}, // role_config.c: it must be that of algorithm_type
     {"trinity.algorithm", "advantage_fn", MT_KEY_REFUSED, "algorithm_type chooses it"},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
@@ -907,6 +907,10 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
     {"trinity.loss", "clip_range_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
+    {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
+    {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
+    {"trinity.loss", "tau_pos", MT_KEY_OPTION, "tau-pos", NULL, LEARNER},
+    {"trinity.loss", "tau_neg", MT_KEY_OPTION, "tau-neg", NULL, LEARNER},
     {"trinity.loss", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c", NULL, LEARNER},
     {"trinity.loss", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
     {"trinity.loss", "enable_sequence_masking fallback_to_policy_gradient", MT_KEY_FIXED, "all tokens have PPO's loss",
@@ -983,7 +987,10 @@ static const mt_role_key keys[] = {
     {"trinity.format", "prompt_type", MT_KEY_UNUSED, "datasets: a sample has a prompt or messages"},
     {"trinity.format", "system_prompt system_prompt_key reply_prefix chat_template enable_thinking", MT_KEY_REFUSED,
      "a system prompt is the first of a list of messages: give messages_key"},
-    {"trinity.format", "tools_key image_key video_key workflow_key reward_fn_key", MT_KEY_UNUSED, TRINITY},
+    {"trinity.format", "image_key video_key", MT_KEY_REFUSED,
+     "images and videos are not read: take a model and files of texts"},
+    {"trinity.format", "tools_key", MT_KEY_FIXED, "a conversation has its tools as tools", "tools"},
+    {"trinity.format", "workflow_key reward_fn_key", MT_KEY_UNUSED, TRINITY},
     {"trinity.rollout_args", "temperature", MT_KEY_OPTION, "temperature"},
     {"trinity.rollout_args", "top_p", MT_KEY_OPTION, "top-p"},
     {"trinity.rollout_args", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
@@ -1125,6 +1132,11 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "0.0003", "pg-variant=gspo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=gspo"},
+    {"trinity", "rl", "policy_loss_fn_args", "tau-neg", "1.05", "pg-variant=sapo"},
+    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sapo"},
+    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=opmd"},
+    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio", "0.3", "pg-variant=sppo"},
+    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sppo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "1", "pg-variant=cispo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.28", "pg-variant=cispo"},
     {"trinity", "sft", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
