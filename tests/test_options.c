@@ -2172,7 +2172,6 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
         {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len must be in [1,65536], got 0"},
         {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
-        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
         {"--fp8-format hybrid --num-layers-at-start-in-bf16 2",
          "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
         {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",

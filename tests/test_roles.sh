@@ -189,8 +189,8 @@ environments_give_way_to_prompts() {
         prints "$work/environments.yaml" actor_train && sets rollout_batch_size rollout-batch-size 8 &&
         sets train_env_manager.group_size num-return-sequences 4 && sets max_tokens_per_step max-new-tokens 5 &&
         sets adv_estimator adv-estimator step_reinforce && shows norm-mean-type group && shows norm-std-type group &&
-        unused custom_envs 'do not run here: prompts come from --data-path, rewards from --reward' &&
-        unused train_env_manager.num_env_groups 'do not run here' && says 'rl needs --data-path$' "$work/out" ||
+        unused custom_envs 'environments, which do not run here: prompts come from --data-path, rewards' &&
+        unused train_env_manager.num_env_groups 'environments, which do not run here' && says 'rl needs --data-path$' "$work/out" ||
         return 1
     sed 's/traj_group_id/batch/' "$work/environments.yaml" >"$work/changed.yaml"
     prints "$work/changed.yaml" actor_train && shows norm-mean-type batch && shows norm-std-type batch || return 1
@@ -229,8 +229,8 @@ micro_batches_by_tokens_have_options() {
         sets sft_train.use_dynamic_batching_in_train variable-seq-lengths true &&
         sets sft_train.max_tokens_per_microbatch_in_train max-seqlen-per-dp-cp-rank 2048 || return 1
     sed 's/train: true/train: false/' "$work/dynamic.yaml" >"$work/static.yaml"
-    prints "$work/static.yaml" sft_train && ! grep -q 'variable-seq-lengths' "$work/out" &&
-        unused sft_train.max_tokens_per_microbatch_in_train 'which is not true' || return 1
+    prints "$work/static.yaml" sft_train && ! grep -q -- '--variable-seq-lengths true' "$work/out" &&
+        unused sft_train.max_tokens_per_microbatch_in_train 'use_dynamic_batching_in_train, which is not true' || return 1
     printf '%s\n' 'adv_estimator: grpo' 'actor_train: {model_args: {dtype: bf16},' \
         '  use_dynamic_batching_in_train: true, max_tokens_per_microbatch_in_train: 4096}' >"$work/dynamic.yaml"
     prints "$work/dynamic.yaml" actor_train &&
@@ -828,10 +828,9 @@ EOF
         unused actor_train.model_args.freeze_module_prefix 'text models' &&
         sets '(absent: adv_estimator)' adv-estimator gae &&
         sets '(absent: num_return_sequences_in_group)' num-return-sequences 1 || return 1
-    refuses_changes examples 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: training scores' \
-        's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: training scores' \
+    refuses_changes examples 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: corrections of the generator' \
+        's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: corrections of the generator' \
         's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
-        's/^track_name.*/custom_envs: {a: {env_type: b}}=custom_envs is not supported: responses' \
         's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'
 }
 
@@ -946,7 +945,7 @@ EOF
         unused trainer.trainer_config.critic.ppo_epochs 'the default' || return 1
     refused 'has the roles actor_train, critic; choose one' "$train" --config "$work/trinity.yaml" || return 1
     refuses_changes trinity 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: the present' \
-        's/type: grpo/type: sapo=algorithm_type cannot be sapo: take ppo' \
+        's/type: grpo/type: sapo=algorithm_type cannot be sapo: its loss is the mean over tokens' \
         's/^cluster.*/stages: [{stage_name: a}]=stages is not supported: a run has one stage' \
         's/runner_per_model: 8/over_rollout: {ratio: 0.2}=ratio can only be 0' \
         's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer' || return 1
@@ -975,7 +974,7 @@ trainer:
 EOF
     refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
         return 1
-    for type in ppo grpo gspo cispo dapo sapo opmd sppo rloo reinforceplusplus remax; do
+    for type in ppo grpo gspo cispo dapo opmd sppo rloo reinforceplusplus remax; do
         loss=token-mean
         [ $type = gspo ] && loss=seq-mean-token-mean
         sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
@@ -986,9 +985,8 @@ EOF
         ppo) sets algorithm.algorithm_type adv-estimator gae ;;
         gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
         cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
-        sapo) shows pg-variant sapo && shows tau-neg 1.05 && shows loss-agg-mode token-mean ;;
         opmd) shows pg-variant opmd && shows norm-adv-by-std false ;;
-        sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 && shows kl-loss-coef 0 ;;
+        sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 && sets algorithm.algorithm_type kl-loss-coef 0 ;;
         dapo) sets algorithm.algorithm_type kl-loss-coef 0 && ! grep 'kl_loss_fn' "$work/out" ;;
         grpo) sets '(absent: kl_loss_fn_args)' kl-loss-coef 0.001 ;;
         *) ;;
@@ -1404,15 +1402,15 @@ arguments_give_way() {
     refused 'data-path has ${MT_NO_SUCH}, which is not set' "$train" --config "$work/arguments.yaml" || return 1
     "$train" --config "$work/arguments.yaml" --mock-data >"$work/out" 2>"$work/err" &&
         says '^     1/1 .* loss ' "$work/out" && shows window-size 4 &&
-        says '^--lr-wsd-decay-style has no effect: it needs --lr-decay-style WSD$' "$work/out" &&
-        says '^--moe-router-topk has no effect: it needs --num-experts$' "$work/out" &&
+        says '^--lr-wsd-decay-style.* has no effect: it needs --lr-decay-style WSD$' "$work/out" &&
+        says '^--moe-router-topk.* has no effect: it needs --num-experts$' "$work/out" &&
         says 'first-last-layers-bf16 (.*:16) has no effect: without --fp8-format' "$work/out" &&
         says 'attention-backend (.*:18) cudnn has no effect: the CPU has one attention' "$work/out" || return 1
     MT_NO_SUCH=nothing "$train" --config "$work/arguments.yaml" --mock-data >"$work/out" 2>"$work/err" &&
         says 'no effect here: .*--data-path (.*:12) (gives way to --mock-data of the command line)' "$work/out" &&
         MT_NO_SUCH=nothing refused 'strict-options: no effect here: .*gives way to --mock-data' "$train" \
             --config "$work/arguments.yaml" --mock-data --strict-options || return 1
-    sed -e 1d -e 's/^  --//' -e '/MT_NO_SUCH/d' -e '/split/d' "$work/arguments.yaml" >"$work/options.yaml"
+    sed -e 1d -e 's/^  --//' -e '/MT_NO_SUCH/d' -e '/split/d' -e '/backend/d' "$work/arguments.yaml" >"$work/options.yaml"
     refused 'lr-wsd-decay-style (.*) needs --lr-decay-style' "$train" --config "$work/options.yaml" --mock-data
 }
 
@@ -1461,15 +1459,15 @@ END
 examples_of_roll_are_accepted() {
     accepted=0 trained=0
     for file in "$shared"/yaml/roll/*.yaml; do
-        found=0
+        found=0 learns=0
         for role in reference actor_infer teacher student actor_train; do
             prints "$file" $role || continue
             found=1
-            [ $role != actor_train ] || trained=$((trained + 1))
+            case $role in student | actor_train) learns=1 ;; esac
         done
-        accepted=$((accepted + found))
+        accepted=$((accepted + found)) trained=$((trained + learns))
     done
-    echo "$accepted files of ROLL are accepted for a role, $trained for the actor"
+    echo "$accepted files of ROLL are accepted for a role, $trained for one that trains"
     [ $accepted -ge 38 ] && [ $trained -ge 32 ]
 }
 

@@ -64,12 +64,14 @@ static void mt_origin_read(const mt_origin *from, mt_line line, float *values) {
     const mt_placement *place = &from->place;
     if (from->tensor) {
         mt_dtype dtype = from->tensor->dtype;
-        int64_t size = mt_dtype_size(dtype), first = mt_placement_row(place, line.is_column ? 0 : line.i);
-        int64_t step = line.is_column ? mt_placement_row(place, 1) - first : 1;
+        int64_t size = mt_dtype_size(dtype), row = mt_placement_row(place, line.is_column ? 0 : line.i);
+        bool is_dense = !line.is_column || (place->stride == 1 && place->groups <= 1);
         const char *slice = (const char *)from->tensor->data + place->slice * (from->tensor->bytes / place->slices);
-        const char *at = slice + (line.is_column ? line.i * place->width + first : first * place->width) * size;
-        for (int64_t i = 0, n = step == 1 ? line.count : 1; i < line.count; i += n)
-            mt_stored_to_f32(values + i, 1, at + i * step * size, dtype, n);
+        for (int64_t i = 0, n = is_dense ? line.count : 1; i < line.count; i += n) {
+            if (line.is_column) row = mt_placement_row(place, i);
+            int64_t at = line.is_column ? line.i * place->width + row : row * place->width + i;
+            mt_stored_to_f32(values + i, 1, slice + at * size, dtype, n);
+        }
         return;
     }
     int64_t row = mt_placement_row(place, line.i);

@@ -610,8 +610,11 @@ static void mt_options_drop_ignored(mt_run_options *o) {
         o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;
     if (o->stack.moe_router_pre_softmax && no_softmax && MT_GIVEN(o, stack.moe_router_pre_softmax))
         o->stack.moe_router_pre_softmax = false, o->ignores_pre_softmax = true;
-    if (o->stack.first_last_layers_bf16 && o->stack.fp8_format == MT_FP8_OFF)
+    if (o->stack.first_last_layers_bf16 && o->stack.fp8_format == MT_FP8_OFF) {
         o->stack.first_last_layers_bf16 = false, o->ignores_first_last_layers_bf16 = true;
+        mt_option_reset(o, mt_option_of(MT_AT(stack.num_layers_at_start_in_bf16)));
+        mt_option_reset(o, mt_option_of(MT_AT(stack.num_layers_at_end_in_bf16)));
+    }
     // of Megatron-Core, whose latent attention rotates neighbouring channels
     bool is_begun_here = !o->load && !o->hf_config && o->stack.multi_latent_attention;
     if (is_begun_here && o->save && o->ckpt_format == MT_CHECKPOINT_TORCH_DIST &&

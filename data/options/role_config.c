@@ -278,7 +278,7 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|sapo|opmd|sppo|sft", type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|sft", type) >= 0;
     bool subtracts_mean = mt_choice_index("opmd|sppo", type) >= 0; // and does not divide by the deviation
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;

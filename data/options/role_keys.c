@@ -874,10 +874,11 @@ static const mt_role_key keys[] = {
     {"trinity", "synchronizer", MT_KEY_SECTION, "trinity.synchronizer"},
     {"trinity", "trainer", MT_KEY_SECTION, "trinity.trainer"},
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
-     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|sapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
+     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
      "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|"
+     "sapo=!its loss is the mean over tokens there, and over sequences here (--pg-variant sapo)|"
      "dpo=!its loss has a divergence from the reference beside the preference: take preferences of a file of ROLL|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, sapo, opmd, sppo, rloo, reinforceplusplus, remax or sft",
+     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax or sft",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -885,7 +886,7 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_FIXED, "algorithm_type chooses the loss",
-     "ppo|gspo|cispo|sapo|opmd|sppo|sft"}, // role_config.c: it must be that of algorithm_type
+     "ppo|gspo|cispo|opmd|sppo|sft"}, // role_config.c: it must be that of algorithm_type
     {"trinity.algorithm", "advantage_fn", MT_KEY_REFUSED, "algorithm_type chooses it"},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
@@ -909,8 +910,6 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
     {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
     {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
-    {"trinity.loss", "tau_pos", MT_KEY_OPTION, "tau-pos", NULL, LEARNER},
-    {"trinity.loss", "tau_neg", MT_KEY_OPTION, "tau-neg", NULL, LEARNER},
     {"trinity.loss", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c", NULL, LEARNER},
     {"trinity.loss", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
     {"trinity.loss", "enable_sequence_masking fallback_to_policy_gradient", MT_KEY_FIXED, "all tokens have PPO's loss",
@@ -1132,8 +1131,6 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "0.0003", "pg-variant=gspo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=gspo"},
-    {"trinity", "rl", "policy_loss_fn_args", "tau-neg", "1.05", "pg-variant=sapo"},
-    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sapo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=opmd"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio", "0.3", "pg-variant=sppo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sppo"},
