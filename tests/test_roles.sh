@@ -190,7 +190,8 @@ environments_give_way_to_prompts() {
         sets train_env_manager.group_size num-return-sequences 4 && sets max_tokens_per_step max-new-tokens 5 &&
         sets adv_estimator adv-estimator step_reinforce && shows norm-mean-type group && shows norm-std-type group &&
         unused custom_envs 'environments, which do not run here: prompts come from --data-path, rewards' &&
-        unused train_env_manager.num_env_groups 'environments, which do not run here' && says 'rl needs --data-path$' "$work/out" ||
+        unused train_env_manager.num_env_groups 'environments, which do not run here' &&
+        says 'rl needs --data-path$' "$work/out" ||
         return 1
     sed 's/traj_group_id/batch/' "$work/environments.yaml" >"$work/changed.yaml"
     prints "$work/changed.yaml" actor_train && shows norm-mean-type batch && shows norm-std-type batch || return 1
@@ -230,7 +231,8 @@ micro_batches_by_tokens_have_options() {
         sets sft_train.max_tokens_per_microbatch_in_train max-seqlen-per-dp-cp-rank 2048 || return 1
     sed 's/train: true/train: false/' "$work/dynamic.yaml" >"$work/static.yaml"
     prints "$work/static.yaml" sft_train && ! grep -q -- '--variable-seq-lengths true' "$work/out" &&
-        unused sft_train.max_tokens_per_microbatch_in_train 'use_dynamic_batching_in_train, which is not true' || return 1
+        unused sft_train.max_tokens_per_microbatch_in_train 'use_dynamic_batching_in_train, which is not true' ||
+        return 1
     printf '%s\n' 'adv_estimator: grpo' 'actor_train: {model_args: {dtype: bf16},' \
         '  use_dynamic_batching_in_train: true, max_tokens_per_microbatch_in_train: 4096}' >"$work/dynamic.yaml"
     prints "$work/dynamic.yaml" actor_train &&
@@ -828,7 +830,8 @@ EOF
         unused actor_train.model_args.freeze_module_prefix 'text models' &&
         sets '(absent: adv_estimator)' adv-estimator gae &&
         sets '(absent: num_return_sequences_in_group)' num-return-sequences 1 || return 1
-    refuses_changes examples 's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: corrections of the generator' \
+    refuses_changes examples \
+        's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: corrections of the generator' \
         's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: corrections of the generator' \
         's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
         's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'
@@ -986,7 +989,8 @@ EOF
         gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
         cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
         opmd) shows pg-variant opmd && shows norm-adv-by-std false ;;
-        sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 && sets algorithm.algorithm_type kl-loss-coef 0 ;;
+        sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 &&
+            sets algorithm.algorithm_type kl-loss-coef 0 ;;
         dapo) sets algorithm.algorithm_type kl-loss-coef 0 && ! grep 'kl_loss_fn' "$work/out" ;;
         grpo) sets '(absent: kl_loss_fn_args)' kl-loss-coef 0.001 ;;
         *) ;;
@@ -1410,7 +1414,8 @@ arguments_give_way() {
         says 'no effect here: .*--data-path (.*:12) (gives way to --mock-data of the command line)' "$work/out" &&
         MT_NO_SUCH=nothing refused 'strict-options: no effect here: .*gives way to --mock-data' "$train" \
             --config "$work/arguments.yaml" --mock-data --strict-options || return 1
-    sed -e 1d -e 's/^  --//' -e '/MT_NO_SUCH/d' -e '/split/d' -e '/backend/d' "$work/arguments.yaml" >"$work/options.yaml"
+    sed -e 1d -e 's/^  --//' -e '/MT_NO_SUCH/d' -e '/split/d' -e '/backend/d' \
+        "$work/arguments.yaml" >"$work/options.yaml"
     refused 'lr-wsd-decay-style (.*) needs --lr-decay-style' "$train" --config "$work/options.yaml" --mock-data
 }
 
