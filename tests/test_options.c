@@ -1099,7 +1099,6 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
     fclose(list);
 }
 
-/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 /* To switch off a default of Megatron-LM that this program has changes numbers, and so do sums in fp32 beside bf16. */
 static void names_that_would_change_numbers_are_no_notes(void **state) {
     (void)state;
@@ -1125,6 +1124,7 @@ static void names_that_would_change_numbers_are_no_notes(void **state) {
     }
 }
 
+/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 static void a_program_sets_no_file_and_no_name_without_effect(void **state) {
     (void)state;
     mt_run_options o;
@@ -2173,7 +2173,6 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
         {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len must be in [1,65536], got 0"},
         {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
-        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
         {"--fp8-format hybrid --num-layers-at-start-in-bf16 2",
          "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
         {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
