@@ -2983,7 +2983,8 @@ static char *describe(mt_run_options *o) {
 #define GLM_MOE_DSA                                                                                                    \
     "{\"model_type\": \"glm_moe_dsa\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
     "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, \"q_lora_rank\": 12, \"hidden_size\": 64, "                           \
-    "\"intermediate_size\": 128, \"num_attention_heads\": 4, \"max_position_embeddings\": 4096, \"vocab_size\": 100"
+    "\"intermediate_size\": 128, \"num_attention_heads\": 4, \"max_position_embeddings\": 4096, \"vocab_size\": 100, " \
+    "\"num_experts_per_tok\": 8, \"n_routed_experts\": 16, \"moe_intermediate_size\": 16"
 
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
