@@ -455,7 +455,7 @@ fields_on_the_command_line_have_what_a_file_may_have() {
         --per_device_eval_batch_size 4 --use_cpu True --full_determinism True --optim lion_32bit \
         --disable_tqdm None --data_seed None --hub_private_repo null >"$work/out" 2>"$work/err" &&
         shows recompute-granularity full && shows device cpu && shows deterministic-mode true && shows optimizer lion &&
-        says 'no effect here: .*--include_for_metrics' "$work/out" && ! grep -q '^  data-seed' "$work/out" || return 1
+        says 'no effect here: .*--include-for-metrics' "$work/out" && ! grep -q '^  data-seed' "$work/out" || return 1
     for off in False None; do
         $run --gradient_checkpointing $off --no_cuda $off --full_determinism $off >"$work/out" 2>"$work/err" &&
             ! grep -q '^  recompute\|^  device\|^  deterministic' "$work/out" || return 1

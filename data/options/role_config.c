@@ -624,18 +624,25 @@ static bool trains_critic(reader *r) {
     return is_gae && strcmp(r->role, "actor_train") == 0;
 }
 
-/* A value of another role: one that is none of an option's choices, and a setting of the critic's training that is not
- * the actor's, which it trains with, are refused. */
-static int check_other(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
-    const mt_option *option = row->kind == MT_KEY_OPTION ? mt_option_find(row->text, strlen(row->text)) : NULL;
+/* A value of another role; row NULL: its name is an option's. One that is none of an option's choices, and a setting of
+ * the critic's training that is not the actor's, which it trains with, are refused. */
+static int check_other(reader *r, const mt_role_key *row, const mt_yaml_node *node, const char *name, long long line) {
+    bool is_steps = row && row->kind == MT_KEY_STEPS;
+    const char *own = !row ? name : row->kind == MT_KEY_OPTION ? row->text : "";
+    const mt_option *option = *own ? mt_option_find(own, strlen(own)) : NULL;
     char value[400], reason[600], path[MAX_KEY + 40];
     bool is_shared = strncmp(r->key, "critic.optim.", 13) == 0 || strcmp(r->key, "critic.loss_agg_mode") == 0 ||
                      strcmp(r->key, "critic.ppo_epochs") == 0;
-    bool is_critic = is_shared && (option || row->kind == MT_KEY_STEPS) && trains_critic(r);
+    if (!row && !is_shared) return 0; // another engine's names
+    bool is_critic = is_shared && (option || is_steps) && trains_critic(r);
     if (node->kind != MT_YAML_TEXT || mt_yaml_is_null(node) || (!option && !is_critic)) return 0;
     char *text = mt_yaml_expand(r->yaml, node);
     if (!text) return -1;
-    bool is_known = mt_role_key_translate(row, text, value, sizeof value) && *value && strncmp(value, "--", 2) != 0;
+    bool is_known = true;
+    if (row)
+        is_known = mt_role_key_translate(row, text, value, sizeof value) && *value && strncmp(value, "--", 2) != 0;
+    else
+        snprintf(value, sizeof value, "%s", text);
     if (option && option->type == MT_CHOICE && is_known && mt_choice_index(option->values, value) < 0) {
         snprintf(reason, sizeof reason, "expects %.400s, got '%.100s'", option->values, text);
         add_entry(r, MT_ENTRY_REFUSED, line, reason);
@@ -660,6 +667,7 @@ static int check_other(reader *r, const mt_role_key *row, const mt_yaml_node *no
 static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node, const char *name, const char *section,
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
+    if (!row && check_other(r, row, node, name, line) != 0) return -1;
     if (!row) return take_megatron(r, section, name, node, line);
     bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
     if (is_engine && row->kind == MT_KEY_FIXED && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) {
@@ -669,7 +677,7 @@ static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node
         if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
         free(engine);
     }
-    if (node->kind != MT_YAML_SECTION) return check_other(r, row, node, line);
+    if (node->kind != MT_YAML_SECTION) return check_other(r, row, node, name, line);
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
     return is_section ? take_section(r, node, row->text, line) : 0;
