@@ -3462,7 +3462,7 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
         {GLM_MOE_DSA ", \"num_hidden_layers\": 2, \"layer_types\": [\"indexed_attention\"]",
          "\"layer_types\" must list 2 layers"},
         {GLM_MOE_DSA ", \"num_hidden_layers\": 1099511627776",
-         "\"num_hidden_layers\" is 1099511627776, must be in [1,10000]"},
+         "\"num_hidden_layers\" is 1.09951e+12, must be in [1,10000]"},
         {KIMI_LINEAR ", \"linear_attn_config\": {\"num_heads\": 0}", "\"num_heads\" is 0, must be in [1,65536]"},
         {MIMO_V2_FLASH ", \"swa_head_dim\": 128", "\"head_dim\" and \"swa_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_v_head_dim\": 64", "\"v_head_dim\" and \"swa_v_head_dim\" differ"},

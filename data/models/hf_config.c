@@ -1674,11 +1674,7 @@ static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
         mask |= mt_config_int(config, config->root, "num_local_experts", 8) > 0 ? GRANITE_MOE : GRANITE_DENSE;
     mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
-    if (shape->stack.num_layers > MOST_LAYERS) { // before lists of so many
-        mt_config_fail(config, "\"%s\" is %lld, must be in [1,%d]", mask & GPT2 ? "n_layer" : "num_hidden_layers",
-                       (long long)shape->stack.num_layers, MOST_LAYERS);
-        return;
-    }
+    if (shape->stack.num_layers > MOST_LAYERS) return; // which is refused; before lists of so many
     mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
