@@ -19062,7 +19062,7 @@ static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
 
-/* scores[count] of its keys; what is not a number is the least. */
+/* scores[count] of its keys. */
 static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
     for (int64_t j0 = 0, columns; j0 < query->keys.count; j0 += columns) {
         columns = mt_min(MT_KEYS, query->keys.count - j0);
@@ -19073,11 +19073,18 @@ static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
             const float *products = query->products + h * columns;
             float weight = query->a->scale * query->weights[h];
 #pragma omp simd
-            for (int64_t j = 0; j < columns; j++) row[j] += weight * (products[j] > 0 ? products[j] : 0);
+            for (int64_t j = 0; j < columns; j++) row[j] += weight * (products[j] <= 0 ? 0 : products[j]); // NaN stays
         }
-        for (int64_t j = 0; j < columns; j++)
-            if (isnan(row[j])) row[j] = -INFINITY;
     }
+}
+
+/* Scores that are not numbers become the least; then attention's query row t is none either. */
+static void mt_indexer_check_scores(const mt_indexer_args *a, float *scores, int64_t count, int64_t t, mt_dtype dtype) {
+    float bad = NAN;
+    bool is_bad = false;
+    for (int64_t j = 0; j < count; j++)
+        if (isnan(scores[j])) scores[j] = -INFINITY, is_bad = true;
+    if (is_bad && a->attention_q) mt_row_store(a->attention_q, t * a->attention_q_stride, &bad, 1, dtype);
 }
 
 static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -19090,7 +19097,10 @@ static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_
         mt_indexer_query query = mt_indexer_open(a, a->first_row + row, true, copy + 3 * longest, dtype);
         int64_t seen = query.keys.count, all = query.keys.span ? query.keys.span->k_len : 0;
         if (query.keys.span && a->lengths) all = a->lengths[query.keys.span - a->spans->host];
-        if (seen > a->topk) mt_indexer_scores(scores, &query);
+        if (seen > a->topk) {
+            mt_indexer_scores(scores, &query);
+            mt_indexer_check_scores(a, scores, seen, a->first_row + row, dtype);
+        }
         for (int64_t j = 0; j < seen && seen <= a->topk; j++) scores[j] = 0; // all are selected
         for (int64_t j = seen; j < all; j++) scores[j] = -INFINITY;
         if (seen > a->topk && a->ties == MT_TIES_TORCH && all < 64 * a->topk)
@@ -19122,7 +19132,7 @@ static void mt_indexer_product_slopes(const mt_indexer_query *query, const float
     for (int64_t h = 0; h < query->a->H; h++) {
         const float *products = query->products + h * columns;
         float *to = query->slopes + h * columns, weight = query->a->scale * query->weights[h];
-        for (int64_t j = 0; j < columns; j++) to[j] = products[j] > 0 ? weight * slopes[j] : 0;
+        for (int64_t j = 0; j < columns; j++) to[j] = products[j] <= 0 ? 0 : weight * slopes[j];
     }
 }
 
@@ -19141,7 +19151,7 @@ static void mt_indexer_backward_query(const mt_indexer_query *query, const float
         for (int64_t h = 0; h < H; h++)
             for (int64_t j = 0; j < columns; j++) {
                 float product = query->products[h * columns + j];
-                if (product > 0) dweights[h] += a->scale * slopes[j0 + j] * product;
+                if (!(product <= 0)) dweights[h] += a->scale * slopes[j0 + j] * product;
             }
     }
     mt_row_store(a->dq, row * H * D, dq, H * D, query->dtype);
@@ -19484,6 +19494,7 @@ static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, 
     m->ops->rope_forward(&q_rope, m->dtype, p->stream);
     m->ops->rope_forward(&k_rope, m->dtype, p->stream);
     mt_indexer_args call = mt_indexer_call(m, p, a);
+    call.attention_q = a->q, call.attention_q_stride = m->H * m->D;
     if (p->decode) {
         m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
                                             .to = m->indexer_cache[layer], .from_stride = D},

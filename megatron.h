@@ -1663,6 +1663,10 @@ typedef struct mt_indexer_args {
     const void *k;       // [Tk, D]
     const void *weights; // [rows, H]
     int32_t *selected;   // [rows, topk]: the forward's result: numbers of keys in the span, ascending, then -1
+    /* Attention's queries [Tq, attention_q_stride]. No number passes from scores to attention but the choice, so where
+     * a score that decides is not a number, the forward makes the first element of the query NaN. NULL: not. */
+    void *attention_q;
+    int64_t attention_q_stride;
     /* the loss of a block of query rows: see mt_sparse_attention.shares */
     int64_t block, block_rows;  // [block, block + block_rows): those of other ranks are left out
     int64_t width;              // columns of shares and slopes

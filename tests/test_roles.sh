@@ -378,6 +378,35 @@ the_case_of_an_engine_loses_no_setting() {
     done
 }
 
+# A critic trains beside the actor, with its settings except lr; others would have no effect.
+settings_of_a_critic_that_differ_are_refused() {
+    for line in 'optim: {lr: 1e-5, weight_decay: 0.5}' 'optim: {lr_decay_style: cosine}' \
+        'loss_agg_mode: seq-mean-token-sum' 'optim: {lr_warmup_steps_ratio: 0.05}' 'ppo_epochs: 3'; do
+        for estimator in gae grpo; do
+            cat >"$work/critic.yaml" <<EOF
+data: {train_files: none.jsonl, train_batch_size: 4, max_prompt_length: 16, max_response_length: 16}
+algorithm: {adv_estimator: $estimator}
+actor_rollout_ref:
+  actor: {ppo_mini_batch_size: 4, ppo_micro_batch_size_per_gpu: 1, loss_agg_mode: token-mean, ppo_epochs: 1,
+    optim: {lr: 1e-6, weight_decay: 0.01, lr_decay_style: constant, lr_warmup_steps_ratio: 0}}
+  rollout: {n: 2}
+critic: {$line}
+EOF
+            if [ $estimator = gae ]; then
+                refused 'critic[.a-z_]* is .* make them equal' "$train" --config "$work/critic.yaml" \
+                    --role actor_train || return 1
+            else # no critic is trained
+                "$train" --config "$work/critic.yaml" --role actor_train --print-config >"$work/out" 2>"$work/err" &&
+                    ! grep -q 'make them equal' "$work/out" || return 1
+            fi
+        done
+    done
+    sed 's/^critic: .*/critic: {optim: {lr: 1e-5, weight_decay: 1e-2, lr_decay_style: banana}}/' "$work/critic.yaml" \
+        >"$work/banana.yaml"
+    refused "critic.optim.lr_decay_style expects constant|linear|.*, got 'banana'" "$train" \
+        --config "$work/banana.yaml" --role actor_train
+}
+
 # A role that scores or generates is not trained.
 roles_that_rest_do_not_train() {
     printf '%s\n' 'actor_train: {strategy_args: {strategy_name: megatron_infer}}' \
@@ -458,11 +487,29 @@ EOF
         --dataloader_num_workers 4 --remove_unused_columns False --logging_first_step --torch_compile True \
         --gradient_checkpointing_kwargs '{"use_reentrant": false}' --max_steps 7 --print-config >"$work/out" \
         2>"$work/err" && says 'no effect here: .*--run_name' "$work/out" && shows train-iters 7 || return 1
-    for wrong in group_by_length=true gradient_checkpointing=true label_smoothing_factor=0.1; do
+    for wrong in group_by_length=true label_smoothing_factor=0.1; do
         # shellcheck disable=SC2086
         refused 'can only be' "$train" --mock-data $small --seq-length 32 "--$wrong" --print-config || return 1
     done
     says 'smoothed' "$work/err"
+}
+
+# Fields with a counterpart set it, and lists may be empty, as in a file.
+fields_on_the_command_line_have_what_a_file_may_have() {
+    run="$train --mock-data $small --seq-length 32 --max_steps 7 --print-config"
+    $run --include_for_metrics --label_names '[]' --optim_target_modules '[]' --gradient_checkpointing true \
+        --per_device_eval_batch_size 4 --use_cpu True --full_determinism True --optim lion_32bit \
+        --disable_tqdm None --data_seed None --hub_private_repo null >"$work/out" 2>"$work/err" &&
+        shows recompute-granularity full && shows device cpu && shows deterministic-mode true && shows optimizer lion &&
+        says 'no effect here: .*--include-for-metrics' "$work/out" && ! grep -q '^  data-seed' "$work/out" || return 1
+    for off in False None; do
+        $run --gradient_checkpointing $off --no_cuda $off --full_determinism $off >"$work/out" 2>"$work/err" &&
+            ! grep -q '^  recompute\|^  device\|^  deterministic' "$work/out" || return 1
+    done
+    $run --resume_from_checkpoint True --save "$work/none" >"$work/out" 2>"$work/err" && shows auto-resume true &&
+        refused 'two values; leave one out' $run --gradient_checkpointing --recompute-granularity selective &&
+        refused 'has no restarts' $run --lr_scheduler_type cosine_with_restarts &&
+        refused 'can only be' $run --include_for_metrics inputs
 }
 
 # As Python writes them, and transformers' values for "not given"; in both orders, and in a flat file.
@@ -1584,9 +1631,11 @@ check a_partial_file_of_verl_has_its_defaults a_partial_file_of_verl_has_its_def
 check partial_files_of_roll_and_trinity_have_their_defaults partial_files_of_roll_and_trinity_have_their_defaults
 check keys_that_change_the_data_have_an_answer keys_that_change_the_data_have_an_answer
 check the_case_of_an_engine_loses_no_setting the_case_of_an_engine_loses_no_setting
+check settings_of_a_critic_that_differ_are_refused settings_of_a_critic_that_differ_are_refused
 check roles_that_rest_do_not_train roles_that_rest_do_not_train
 check fields_at_their_defaults_are_accepted fields_at_their_defaults_are_accepted
 check fields_without_effect_have_any_value fields_without_effect_have_any_value
+check fields_on_the_command_line_have_what_a_file_may_have fields_on_the_command_line_have_what_a_file_may_have
 check fields_on_the_command_line_may_be_at_their_defaults fields_on_the_command_line_may_be_at_their_defaults
 check intervals_may_be_shares_of_all_steps intervals_may_be_shares_of_all_steps
 check fields_of_another_name_must_agree fields_of_another_name_must_agree

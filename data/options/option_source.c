@@ -58,7 +58,8 @@ static int64_t mt_given_count_words(const mt_given *given) {
     bool is_on;
     if (!*given->name || given->values.count == 0) return 0;
     if (!setting.row && !setting.megatron.value) return 1;
-    if (mt_setting_is_flag(&setting)) return mt_parse_bool(given->values.items[0], &is_on);
+    if (mt_setting_is_flag(&setting))
+        return mt_parse_bool(given->values.items[0], &is_on) || mt_text_is_none(given->values.items[0]);
     return setting.row && mt_option_is_list(setting.row) ? given->values.count : 1;
 }
 
@@ -244,9 +245,13 @@ static int mt_given_take_words(mt_option_reader *reader, const mt_given *given, 
     const mt_strings *words = &given->values;
     const mt_option *row = setting->row;
     bool is_on, is_flag = mt_setting_is_flag(setting);
+    bool has_none = words->count > 0 && mt_text_is_none(words->items[0]);
+    bool is_list = !row && mt_choice_index(setting->megatron.value, "none") >= 0; // of a program with such options
     int64_t taken = 0;
-    if (is_flag ? words->count == 0 || !mt_parse_bool(words->items[0], &is_on)
-                : words->count == 0 && row && row->type == MT_OPTIONAL) {
+    if (words->count == 0 && is_list) {
+        if (mt_setting_set(reader, setting, "", given->where, error) != 0) return -1;
+    } else if (is_flag ? words->count == 0 || (!has_none && !mt_parse_bool(words->items[0], &is_on))
+                       : words->count == 0 && row && row->type == MT_OPTIONAL) {
         if (mt_setting_set(reader, setting, "true", given->where, error) != 0) return -1;
     } else if (words->count == 0) {
         return mt_error_set(error, "%s expects %s, got nothing", given->where, mt_setting_metavar(setting));

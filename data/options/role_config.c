@@ -688,10 +688,70 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
     return is_own;
 }
 
+/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
+static char *path_text(reader *r, const char *path) {
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node;
+    char *text = NULL;
+    r->yaml->error = &ignored;
+    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
+    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
+    r->yaml->error = error;
+    return text;
+}
+
+/* True if the run of the actor trains a critic, as by default in verl. */
+static bool trains_critic(reader *r) {
+    char *estimator = path_text(r, "algorithm.adv_estimator"), *type = path_text(r, "algorithm.algorithm_type");
+    bool is_gae = estimator ? strcmp(estimator, "gae") == 0 : !type || strcmp(type, "ppo") == 0;
+    free(estimator), free(type);
+    return is_gae && strcmp(r->role, "actor_train") == 0;
+}
+
+/* A value of another role; row NULL: its name is an option's. One that is none of an option's choices, and a setting of
+ * the critic's training that is not the actor's, which it trains with, are refused. */
+static int check_other(reader *r, const mt_role_key *row, const mt_yaml_node *node, const char *name, long long line) {
+    bool is_steps = row && row->kind == MT_KEY_STEPS;
+    const char *own = !row ? name : row->kind == MT_KEY_OPTION ? row->text : "";
+    const mt_option *option = *own ? mt_option_find(own, strlen(own)) : NULL;
+    char value[400], reason[600], path[MAX_KEY + 40];
+    bool is_shared = strncmp(r->key, "critic.optim.", 13) == 0 || strcmp(r->key, "critic.loss_agg_mode") == 0 ||
+                     strcmp(r->key, "critic.ppo_epochs") == 0;
+    if (!row && !is_shared) return 0; // another engine's names
+    bool is_critic = is_shared && (option || is_steps) && trains_critic(r);
+    if (node->kind != MT_YAML_TEXT || mt_yaml_is_null(node) || (!option && !is_critic)) return 0;
+    char *text = mt_yaml_expand(r->yaml, node);
+    if (!text) return -1;
+    bool is_known = true;
+    if (row)
+        is_known = mt_role_key_translate(row, text, value, sizeof value) && *value && strncmp(value, "--", 2) != 0;
+    else
+        snprintf(value, sizeof value, "%s", text);
+    if (option && option->type == MT_CHOICE && is_known && mt_choice_index(option->values, value) < 0) {
+        snprintf(reason, sizeof reason, "expects %.400s, got '%.100s'", option->values, text);
+        add_entry(r, MT_ENTRY_REFUSED, line, reason);
+        is_critic = false;
+    }
+    snprintf(path, sizeof path, "actor_rollout_ref.actor.%s", strchr(r->key, '.') ? strchr(r->key, '.') + 1 : "");
+    char *actor = is_critic ? path_text(r, path) : NULL;
+    double x, y;
+    bool equal = !actor || strcmp(actor, text) == 0 || (is_number(actor, &x) && is_number(text, &y) && x == y);
+    if (!equal) {
+        snprintf(
+            reason, sizeof reason,
+            "is %.100s, and %.300s %.100s: the critic trains with the actor's settings, except lr; make them equal",
+            text, path, actor);
+        add_entry(r, MT_ENTRY_REFUSED, line, reason);
+    }
+    free(actor), free(text);
+    return 0;
+}
+
 /* A key of another role: the names below it are checked. A section that a reference names is checked where it is. */
 static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node, const char *name, const char *section,
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
+    if (!row && check_other(r, row, node, name, line) != 0) return -1;
     if (!row) return take_megatron(r, section, name, node, line);
     bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
     if (is_engine && row->kind == MT_KEY_FIXED && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) {
@@ -701,7 +761,7 @@ static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node
         if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
         free(engine);
     }
-    if (node->kind != MT_YAML_SECTION) return 0;
+    if (node->kind != MT_YAML_SECTION) return check_other(r, row, node, name, line);
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
     return is_section ? take_section(r, node, row->text, line) : 0;
