@@ -60,7 +60,7 @@ what_is_missing_is_refused() {
         refuses '--decoder-num-layers and --multi-latent-attention exclude' --multi-latent-attention &&
         refuses '--relative-attention-num-buckets 9 must be even' --relative-attention-num-buckets 9 &&
         refuses '--relative-attention-max-distance 4 must be more than half' --relative-attention-max-distance 4 &&
-        refuses 'an encoder-decoder is one of T5.*; leave out or change --softmax-scale' --softmax-scale 0.5 &&
+        refuses 'an encoder-decoder is one of T5: .*--softmax-scale 1' --softmax-scale 0.5 &&
         refused '--encoder-num-layers needs --decoder-num-layers' "$train" --num-layers 1 --encoder-num-layers 2 \
             --hidden-size 8 --num-attention-heads 1 --vocab-size 9 --seq-length 8 --mock-data --train-iters 1 --lr 1
 }

@@ -1621,6 +1621,7 @@ static void mt_config_finish_t5(mt_config *config, mt_run_options *shape) {
     bool tied = mt_config_bool(config, config->root, "tie_word_embeddings", true);
     bool scales = mt_config_bool(config, config->root, "scale_decoder_outputs", tied);
     int64_t start = mt_config_int(config, config->root, "decoder_start_token_id", 0);
+    if (config->failed) return; // the numbers of layers may be any
     s->untie_embeddings_and_output_weights = !tied;
     s->logits_scaling = scales ? sqrt((double)s->hidden_size) : 1;
     double factor = mt_config_real(config, config->root, "initializer_factor", 1);
@@ -2280,14 +2281,10 @@ static void mt_family_append_causes(char *text, int room, mt_hf_family family, c
 
 int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_error *error) {
     char causes[300] = "";
-    if (o->stack.decoder_num_layers > 0 && o->stack.hf_family != MT_HF_T5) {
-        mt_family_append_causes(causes, sizeof causes, MT_HF_T5, o);
-        return mt_error_set(
-            error,
-            "--decoder-num-layers: an encoder-decoder is one of T5, with --disable-bias-linear, "
-            "--softmax-scale 1, one rate of dropout and --logits-scaling of 1 or sqrt(--hidden-size)%s%s",
-            *causes ? "; leave out or change " : "", causes);
-    }
+    if (o->stack.decoder_num_layers > 0 && o->stack.hf_family != MT_HF_T5)
+        return mt_error_set(error, "--decoder-num-layers: an encoder-decoder is one of T5: with --disable-bias-linear, "
+                                   "--softmax-scale 1, one rate of dropout, a key head for each query head, and "
+                                   "--logits-scaling 1 or sqrt(--hidden-size)");
     bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
     if (!o->load || stored == MT_HF_UNKNOWN || same || o->stack.moe_use_upcycling) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);
