@@ -1272,6 +1272,9 @@ static void activation_reference(double *y, const double *in, const void *shape)
         case MT_ACTIVATION_GEGLU:
             f = 0.5 * x * (1 + tanh(u));
             break;
+        case MT_ACTIVATION_RELU:
+            f = x > 0 ? x : 0;
+            break;
         case MT_ACTIVATION_SQUARED_RELU:
             f = x > 0 ? x * x : 0;
             break;
