@@ -733,7 +733,8 @@ static int mt_small_files_write(const mt_model *m, const mt_run_options *o, cons
     char *config = adapts ? mt_adapter_print_config(o) : mt_options_write_hf_config(o);
     int status = mt_text_write(folder, adapts ? "adapter_config.json" : "config.json", config, error);
     free(config);
-    if (status == 0 && !adapts) status = mt_generation_config_write(o, folder, error);
+    bool ends = !adapts || o->generation_config; // an adapter's: the base's, and the end of a turn that it learned
+    if (status == 0 && ends) status = mt_generation_config_write(o, folder, error);
     if (status == 0) status = mt_trainer_write(m, o, state, average, folder, error);
     if (status == 0 && extra) status = extra(context, folder, error);
     return status;

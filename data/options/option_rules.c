@@ -250,7 +250,8 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp, .or_divisor = true},
         {"--hidden-size", mt_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
         {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, "--mamba-num-groups", mt_max(o->mamba_num_groups, 1)},
-        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp},
+        {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, tensor, tp},
+        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp, .or_divisor = true},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
