@@ -474,9 +474,10 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
                     RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 4 --cp-comm-type "
                         "a2a+p2p --hierarchical-context-parallel-sizes 2 2",
                     "--cp-comm-type a2a+p2p does not run with the Mamba-2 layers of --hybrid-override-pattern");
-    expect_error_of(MT_PROGRAM_TRAIN, 2,
-                    RUN "--hybrid-override-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2",
-                    "--mamba-num-groups 1 must be a multiple of --tensor-model-parallel-size 2");
+    expect_error_of(
+        MT_PROGRAM_TRAIN, 2,
+        RUN "--hybrid-override-pattern M- --mamba-num-groups 3 --mamba-num-heads 6 --tensor-model-parallel-size 2",
+        "--mamba-num-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
 #undef SIZES
 }
 
@@ -1130,7 +1131,6 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
     fclose(list);
 }
 
-/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 /* To switch off a default of Megatron-LM that this program has changes numbers, and so do sums in fp32 beside bf16. */
 static void names_that_would_change_numbers_are_no_notes(void **state) {
     (void)state;
@@ -1156,6 +1156,7 @@ static void names_that_would_change_numbers_are_no_notes(void **state) {
     }
 }
 
+/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 static void a_program_sets_no_file_and_no_name_without_effect(void **state) {
     (void)state;
     mt_run_options o;
@@ -1230,7 +1231,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--untie-embeddings", "did you mean --untie-embeddings-and-output-weights?");
     expect_error(RUN "--no-such-flag", "unknown option --no-such-flag");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
-    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of the residual stream");
+    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of logits and of the loss)");
     expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");
 }
 
@@ -1238,11 +1239,11 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *line = "--fp32-residual-connection --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16-lm-cross-entropy --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
-                                    "  is not supported (other types of the residual stream, of logits and of the "
-                                    "loss): --fp32-residual-connection, --enable-autocast\n"
+                                    "  is not supported (other types of logits and of the loss): "
+                                    "--fp16-lm-cross-entropy, --enable-autocast\n"
                                     "  has no meaning here (it is a Python function, or a part of one of Megatron's "
                                     "configuration classes); leave out: --fn\n"
                                     "  is named --hidden-size here: --d-model\n"
@@ -1799,7 +1800,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
     expect_yaml_error("enable_autocast: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
                       "3 options cannot be used:\n"
-                      "  is not supported (other types of the residual stream, of logits and of the loss): "
+                      "  is not supported (other types of logits and of the loss): "
                       "run.yaml:1: enable_autocast\n"
                       "  is unknown: run.yaml:3: foo\n"
                       "  has no meaning here (it is a Python function, or a part of one of Megatron's configuration "
@@ -2204,7 +2205,6 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
         {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len must be in [1,65536], got 0"},
         {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
-        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
         {"--fp8-format hybrid --num-layers-at-start-in-bf16 2",
          "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
         {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",

@@ -377,8 +377,8 @@ static const struct {
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
      "tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy "
      "tokenizer-metadata tokenizer-special-tokens"},
-    {MT_NAME_UNSUPPORTED, "other types of the residual stream, of logits and of the loss",
-     "enable-autocast fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"},
+    {MT_NAME_UNSUPPORTED, "other types of logits and of the loss",
+     "enable-autocast fp16-lm-cross-entropy output-logit-dtype"},
     {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
      "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param fp4-param-gather "
      "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj "

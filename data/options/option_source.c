@@ -334,6 +334,27 @@ static bool mt_given_is_replaced(const mt_givens *givens, const mt_given *given)
     return setting.row && mt_givens_find(givens, setting.row->offset) != NULL;
 }
 
+/* True if a rule without a condition excludes `other` beside `row`. */
+static bool mt_option_always_excludes(const mt_option *row, const mt_option *other) {
+    mt_option_rule rule;
+    for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);)
+        if (rule.other->offset == other->offset && !rule.condition && !rule.choices) return true;
+    return false;
+}
+
+/* True if the command line has an option that excludes the one of a setting, which then gives way. */
+static bool mt_given_is_excluded(const mt_givens *givens, const mt_given *given) {
+    mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    for (int64_t i = 0; setting.row && i < givens->count; i++) {
+        if (givens->items[i].source != MT_SOURCE_COMMAND_LINE) continue;
+        mt_setting typed = mt_setting_find(givens->items[i].name, strlen(givens->items[i].name));
+        if (typed.row &&
+            (mt_option_always_excludes(typed.row, setting.row) || mt_option_always_excludes(setting.row, typed.row)))
+            return true;
+    }
+    return false;
+}
+
 /* BERT and T5 have no option that names them beside their vocabulary: trained as decoders, they would be other models.
  * Also a path with a variable that is not set says so by its name. */
 static int mt_given_check_vocab(const mt_given *given, mt_error *error) {
@@ -379,7 +400,7 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
             if (status != 0) break;
             if (!mt_given_lacks_variable(given, reader->program))
                 status = mt_given_take(reader, given, &taken, error);
-            else if (!mt_given_is_replaced(givens, given))
+            else if (!mt_given_is_replaced(givens, given) && !mt_given_is_excluded(givens, given))
                 mt_given_refuse_unset(reader, given);
             bool yields = source == MT_SOURCE_ROLE && mt_given_is_replaced(givens, given);
             if (status != 0 && yields) status = 0, taken = NULL; // a value that is not supported does no harm

@@ -32,8 +32,11 @@ static void mt_idle_options_print(const mt_idle_option *options, size_t count, F
 
 /* Of both programs. */
 static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
-    bool unwatched = !mt_launched_by_mpi();
-    const char *no_watch = "without mpirun, no time limits are watched";
+    bool cpu = o->device == MT_DEVICE_CPU, unwatched = !mt_launched_by_mpi();
+    const char *no_watch = "without mpirun, no time limits are watched", *one_attention = "the CPU has one attention";
+    for (int64_t i = 0; i < o->unmet_arguments.count; i += 2)
+        fprintf(file, "--%s has no effect: it needs %s\n", o->unmet_arguments.items[i],
+                o->unmet_arguments.items[i + 1]);
     const mt_idle_option options[] = {
         {o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size), "expert-tensor-parallel-size",
          "no layer has experts"},
@@ -41,6 +44,9 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
          "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"},
         {o->stack.context_parallel_size == 1 && MT_GIVEN(o, stack.cp_comm_type), "cp-comm-type",
          "--context-parallel-size is 1"},
+        {o->ignores_attention_backend == MT_ATTENTION_UNFUSED, "attention-backend unfused", one_attention},
+        {o->ignores_attention_backend == MT_ATTENTION_CUDNN, "attention-backend cudnn",
+         cpu ? one_attention : "the CPU has one attention, and cuDNN's has no dropout here"},
         {o->use_checkpoint_args && !o->load, "use-checkpoint-args", "there is no --load"},
         {o->ckpt_format == MT_CHECKPOINT_TORCH, "ckpt-format torch",
          "that format is read only; a checkpoint is saved as a Hugging Face folder, or with torch_dist as "
@@ -129,6 +135,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         {o->stack.apply_wd_to_qk_layernorm && !o->stack.qk_layernorm, "apply-wd-to-qk-layernorm",
          "heads have no norms without --qk-layernorm"},
         {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},
+        {o->ignores_first_last_layers_bf16, "first-last-layers-bf16", "without --fp8-format all layers are so"},
         {o->ignores_pre_softmax, "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
         {o->sft && o->reset_position_ids, "reset-position-ids", own},
         {o->sft && o->reset_attention_mask, "reset-attention-mask", own},

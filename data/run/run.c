@@ -539,6 +539,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
+    if (r->ops->limits.one_attention) mt_options_drop_attention_backend(&r->options);
     mt_report_backend(&r->grid);
     if (r->grid.world.rank == 0) mt_checkpoint_peek(&r->options, &r->begin);
     mt_broadcast(&r->grid.world, &r->begin, sizeof r->begin, 0);
