@@ -6,7 +6,8 @@
 ## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some,
-##                    SECTIONS="9d 3e" those of these sections of megatron.c, ONLY=name one test by its name or pattern
+##                    SECTIONS="9d 3e" those of these sections of megatron.c without their long tests,
+##                    ONLY=name one test by its name or pattern
 ## make times         print how long the suites took here when they ran last
 ## make needs EXAMPLE=focal_loss  print the files that an example needs, for a copy of its own
 ## make test-all      run all tests;  make test-slow: the rest alone
@@ -384,7 +385,7 @@ test: $(if $(RUN_PROGRAMS),all) $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
-		MT_ONLY='$(ONLY)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_ONLY='$(ONLY)' MT_BRIEF='$(SECTIONS)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 test-all:
 	+@$(MAKE) --no-print-directory test SUITES='$(ALL_SUITES)'

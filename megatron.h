@@ -724,8 +724,9 @@ typedef struct mt_options {
     mt_rerun_mode rerun_mode;
     int64_t error_injection_rate; // of so many micro-batches of a rank one makes its step faulty, on average; 0: none
     mt_injected_error error_injection_type;
-    bool bf16, fp16;   // the type of weights and activations; neither: fp32
-    double loss_scale; // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;               // the type of weights and activations; neither: fp32
+    bool fp32_residual_connection; // the residual stream is fp32 beside them
+    double loss_scale;             // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
@@ -1544,7 +1545,9 @@ typedef struct mt_gated_norm_args {
     int64_t z_stride, dz_stride;
     float eps;
     bool gate_first, weight_per_head;
-    bool sigmoid; // the gate is sigmoid(z), behind the norm; else SiLU
+    bool sigmoid;       // the gate is sigmoid(z), behind the norm; else SiLU
+    const float *means; // gate_first, where other ranks have more channels of a head: [T, H], over all channels, of u^2
+                        // (forward) or dy w u (backward) with u = x silu(z); NULL: computed here
 } mt_gated_norm_args;
 
 /* The operands of a product, element by element. */
@@ -1660,6 +1663,10 @@ typedef struct mt_indexer_args {
     const void *k;       // [Tk, D]
     const void *weights; // [rows, H]
     int32_t *selected;   // [rows, topk]: the forward's result: numbers of keys in the span, ascending, then -1
+    /* Attention's queries [Tq, attention_q_stride]. No number passes from scores to attention but the choice, so where
+     * a score that decides is not a number, the forward makes the first element of the query NaN. NULL: not. */
+    void *attention_q;
+    int64_t attention_q_stride;
     /* the loss of a block of query rows: see mt_sparse_attention.shares */
     int64_t block, block_rows;  // [block, block + block_rows): those of other ranks are left out
     int64_t width;              // columns of shares and slopes
@@ -1694,7 +1701,10 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
+    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
+       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -2600,7 +2610,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
-    mt_group key_replicas;    // the same of a key head of linear attention
+    mt_group key_replicas;    // the same of a key head of linear attention, or of a group of Mamba-2
     mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
@@ -2615,7 +2625,7 @@ typedef struct mt_grid_shape {
     int64_t num_query_groups;
     int64_t context_a2a;       // size of that group; 0 means 1
     bool context_blocks;       // dynamic context parallelism; the size of `context` is then a power of two
-    int64_t linear_key_heads;  // of gated delta nets; 0: none
+    int64_t linear_key_heads;  // of gated delta nets, or groups of Mamba-2; 0: none
     bool pipeline_before_data; // --use-tp-pp-dp-mapping
 } mt_grid_shape;
 
@@ -3214,7 +3224,7 @@ typedef enum mt_gradient {
     MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
     MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
     MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
-    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention: sum over key_replicas
+    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
 
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
@@ -3836,7 +3846,8 @@ typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
-    int64_t optimizer_step; // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t optimizer_step;     // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t skipped_iterations; // steps without an update, up to the last step that was checked
     /* fp16 */
     mt_loss_scaler loss_scaler;
     int64_t skipped_samples; // of the steps that it skipped, which the schedules of learning rates do not count
@@ -3862,7 +3873,7 @@ typedef struct mt_metrics {
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
-    int64_t skipped;     // steps of this run without an update, up to and including this one
+    int64_t skipped;     // steps of this run without an update, up to and including this one, also before a resume
     double data_seconds; // this rank waited for the samples of this step
     double loss_scale;   // in fp16, of this step; else 0
     double num_zeros;    // elements of the gradients that are 0, if options->log_num_zeros_in_grad
@@ -3961,6 +3972,9 @@ void mt_train_name_fault(mt_model *model, const char *operand);
 /* state->optimizer_step with the steps that are enqueued, for a checkpoint: mt_train_step sees later which of them made
  * an update. Waits for the device. */
 int64_t mt_train_updates(mt_model *model, const mt_run_state *state);
+
+/* state->skipped_iterations with the steps that were checked since, for a checkpoint: after mt_train_finish all. */
+int64_t mt_train_skipped(const mt_model *model, const mt_run_state *state);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
