@@ -182,12 +182,20 @@ static void experts_generate_alike_on_all_layouts(void **state) {
     run_layouts(EXPERTS, layouts, sizeof layouts / sizeof *layouts);
 }
 
+/* The last stage has no experts, and goes on as long as the replica that the first one exchanges tokens with. */
+static void stages_without_experts_wait_for_the_others(void **state) {
+    (void)state;
+    static const char *const layouts[] = {"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"};
+    run_layouts(EXPERTS "--moe-layer-freq ([1]*2+[0]*2) ", layouts, 1);
+}
+
 int main(int argc, char **argv) {
     mt_grid_start(&world, &argc, &argv);
     if (!world.world.comm) mt_die("start me with mpirun");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(dense_models_generate_alike_on_all_layouts),
         cmocka_unit_test(experts_generate_alike_on_all_layouts),
+        cmocka_unit_test(stages_without_experts_wait_for_the_others),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&world);
