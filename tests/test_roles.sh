@@ -187,7 +187,7 @@ environments_concern_training_alone() {
         unused custom_envs 'other roles' && unused async_generation_ratio 'other roles' &&
         unused render_save_dir 'pictures of environments' &&
         ! "$train" --config "$work/environments.yaml" --role actor_train --print-config >"$work/out" 2>"$work/err" &&
-        says 'without environments: take prompts from files.*:1: custom_envs, .*:2: train_env_manager' "$work/err" &&
+        says 'env-command is a program; take prompts .*:1: custom_envs, .*:2: train_env_manager' "$work/err" &&
         says 'can only be 0|0.0 here: .*async_generation_ratio' "$work/err" &&
         refuses 'images and videos are not read: .*image_max_pixels\|image_max_pixels is not supported: images' \
             'sft_train: {data_args: {image_max_pixels: 9}}'
@@ -947,13 +947,22 @@ EOF
         *) ;;
         esac || return 1
     done
+    # functions of their own win over those of the algorithm
+    sed "s|TYPE|grpo, advantage_fn: rloo, policy_loss_fn: sppo|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.advantage_fn adv-estimator rloo &&
+        sets algorithm.policy_loss_fn pg-variant sppo && shows clip-ratio 0.3 || return 1
+    sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
+        sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2.0 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
         --role actor_train $small || return 1
     refuses_changes trinity6 's/TYPE/sapo=algorithm_type cannot be sapo: take ppo' \
         's/TYPE/dpo=algorithm_type cannot be dpo: its loss' 's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
-        's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
+        's/TYPE/gspo, policy_loss_fn: sft=algorithm_type has the loss gspo, and policy_loss_fn is sft' \
+        's/TYPE/grpo, policy_loss_fn: mix=policy_loss_fn cannot be mix: take ppo, gspo' \
+        's/TYPE/grpo, advantage_fn: asymre=advantage_fn cannot be asymre: take ppo, grpo' \
         's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
     sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
         s|^  batch_size: 2|  train_batch_size: 2|; s|^  explorer_input:|  trainer_input:|

@@ -272,8 +272,8 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
-/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and, for dapo, that
- * there is no divergence. */
+/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages, unless advantage_fn has one. Adds its policy
+ * loss, unless policy_loss_fn has one, and, for dapo, that there is no divergence. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
@@ -281,7 +281,7 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     bool has_loss = mt_choice_index("gspo|cispo|sft", type) >= 0;
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
-    if (loss && strcmp(loss, own) != 0) {
+    if (loss && strcmp(loss, own) != 0 && (strcmp(own, "sft") == 0 || strcmp(loss, "sft") == 0)) {
         char reason[200];
         snprintf(reason, sizeof reason, "has the loss %s, and policy_loss_fn is %.80s; leave that out", own, loss);
         entry->kind = MT_ENTRY_REFUSED;
@@ -291,8 +291,12 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
         mt_string_set(&entry->text, "the stage of training");
     } else {
         bool has_divergence = strcmp(type, "dapo") != 0 || mt_yaml_get(mapping, "kl_loss_fn");
-        if (has_loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
+        if (mt_yaml_get(mapping, "advantage_fn") && entry->kind == MT_ENTRY_OPTION) {
+            entry->kind = MT_ENTRY_FIXED;
+            mt_string_set(&entry->text, "advantage_fn chooses the advantages");
+        }
     }
     free(type), free(loss);
 }

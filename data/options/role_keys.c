@@ -198,7 +198,7 @@ static const mt_role_key keys[] = {
      "step_reward_gamma batch_adjust_mode reward_normalization math_agent_system_template math_agent_template "
      "agent_runner_cls default_history_length",
      MT_KEY_REFUSED,
-     "responses to prompts are trained, without environments: take prompts from files "
+     "environments are Python classes there: here --env-command is a program; take prompts from files "
      "(actor_train.data_args.file_name) and remove these keys",
      NULL, LEARNER},
     {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
@@ -746,7 +746,8 @@ static const mt_role_key keys[] = {
      "true|false"},
     {"verl.rollout", "over_sample_rate", MT_KEY_FIXED, "all responses are waited for", "0|0.0"},
     {"verl.rollout", "multi_turn", MT_KEY_SECTION, "verl.multi_turn"},
-    {"verl.multi_turn", "enable", MT_KEY_REFUSED, "a prompt has one response, without tools and further turns"},
+    {"verl.multi_turn", "enable", MT_KEY_REFUSED,
+     "tools are Python classes there: here --env-command is a program that holds conversations"},
     {"verl.multi_turn", "*", MT_KEY_UNUSED, "enable, which is not supported"},
     {"verl.rollout", "agent", MT_KEY_SECTION, "verl.agent"},
     {"verl.agent", "default_agent_loop", MT_KEY_FIXED, "a prompt has one response", "single_turn_agent"},
@@ -872,9 +873,12 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "optimizer", MT_KEY_SECTION, "trinity.optim"},
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
-    {"trinity.algorithm", "policy_loss_fn", MT_KEY_FIXED, "algorithm_type chooses the loss",
-     "ppo|gspo|cispo|sft"}, // role_config.c: it must be that of algorithm_type
-    {"trinity.algorithm", "advantage_fn", MT_KEY_REFUSED, "algorithm_type chooses it"},
+    {"trinity.algorithm", "policy_loss_fn", MT_KEY_OPTION, "pg-variant",
+     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
+    {"trinity.algorithm", "advantage_fn", MT_KEY_OPTION, "adv-estimator",
+     "ppo=gae|grpo=grpo|grpo_verl=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|remax=remax|reinforce=reinforce|"
+     "*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax or reinforce",
+     LEARNER},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
     {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_UNUSED, "kl_penalty_fn, which is not supported"},
@@ -895,6 +899,8 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
     {"trinity.loss", "clip_range_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
+    {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
+    {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
     {"trinity.loss", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c", NULL, LEARNER},
     {"trinity.loss", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
     {"trinity.loss", "enable_sequence_masking fallback_to_policy_gradient", MT_KEY_FIXED, "all tokens have PPO's loss",
@@ -1112,6 +1118,7 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "kl_loss_fn_args", "kl-loss-coef", "0.001"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "0.0003", "pg-variant=gspo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo"},
+    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio", "0.3", "pg-variant=sppo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=gspo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "1", "pg-variant=cispo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.28", "pg-variant=cispo"},
