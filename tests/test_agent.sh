@@ -10,10 +10,11 @@ export OMP_NUM_THREADS=1
 write_conversations() {
     awk -v sft="$work/sft.jsonl" -v rl="$work/rl.jsonl" 'BEGIN {
         for (i = 0; i < 400; i++) {
-            a = i * 7 % 10; b = (int(i / 10) * 3 + i) % 10; swapped = int(i / 3) % 2
+            a = i * 7 % 10; b = (int(i / 10) * 3 + i) % 10
             form = "{\"role\": \"%s\", \"content\": \"%s\"}"
-            printf "{\"messages\": [" form ", " form ", " form ", " form "]}\n", "user", a b ">", "assistant", \
-                (swapped ? b : a), "user", "=", "assistant", (swapped ? a : b) > sft
+            for (swapped = 0; swapped < 2; swapped++)
+                printf "{\"messages\": [" form ", " form ", " form ", " form "]}\n", "user", a b ">", "assistant", \
+                    (swapped ? b : a), "user", "=", "assistant", (swapped ? a : b) > sft
             printf "{\"prompt\": \"%d%d>\", \"answer\": \"%d%d\"}\n", a, b, a < b ? a : b, a < b ? b : a > rl
         }
     }'
@@ -47,7 +48,7 @@ learn_form() {
     # shellcheck disable=SC2086
     "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel --num-layers 2 --hidden-size 32 \
         --num-attention-heads 4 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear \
-        --variable-seq-lengths --micro-batch-size 64 --train-iters 150 --lr 1e-2 --save "$work/base" $common \
+        --variable-seq-lengths --micro-batch-size 64 --train-iters 200 --lr 5e-3 --save "$work/base" $common \
         >"$work/out" 2>"$work/err"
 }
 

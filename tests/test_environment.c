@@ -313,7 +313,7 @@ static const struct {
      "done; "
      "sleep 86400",
      "the chat template writes no token for them"},
-    {"read -r l; read -r l; for i in 10 11 12; do echo '{\"id\": '$i', \"done\": true}'; done; sleep 86400",
+    {"read -r l; read -r l; printf '{\"id\": %d, \"done\": true}\\n' 10 11 12; sleep 86400",
      "wrote more lines than it got responses; it must write one line for each"},
     {"for i in 10 11; do read -r l; echo '{\"id\": '$i', \"messages\": [{\"role\": \"tool\", \"content\": \"x\"}]}'; "
      "done; "

@@ -1,6 +1,6 @@
 #!/bin/sh
-# From nothing to a model that uses a tool, in a few minutes on two cores. Products such as 47*86 are too hard for a
-# small model; a calculator answers it where it writes [47*86]. Supervised fine-tuning shows conversations in which
+# From nothing to a model that uses a tool, in a few minutes on two cores. Products such as 47*8 are too hard for a
+# small model; a calculator answers it where it writes [47*8]. Supervised fine-tuning shows conversations in which
 # answers are guessed, calls have wrong digits, and results are not copied. Reinforcement learning (GRPO) then rewards
 # right answers.
 #
@@ -28,21 +28,21 @@ function message(role, text) {
 BEGIN {
     state = 1
     for (i = 0; i < 4000; i++) {
-        a = 10 + draw(90); b = 10 + draw(90); prompt = a "*" b "="
+        a = 10 + draw(90); b = 2 + draw(8); prompt = a "*" b "="
         printf "{\"prompt\": \"%s\", \"answer\": \"%d\"}\n", prompt, a * b > (folder "/task.jsonl")
-        a = 10 + draw(90); b = 10 + draw(90); prompt = a "*" b "="
-        if (draw(2)) { # a guess
-            said = message("assistant", 100 + draw(9900))
+        a = 10 + draw(90); b = 2 + draw(8); prompt = a "*" b "="
+        if (draw(5) < 2) { # a guess
+            said = message("assistant", 20 + draw(800))
         } else {
-            if (draw(3) == 0) a = 10 + draw(90)
-            answer = draw(3) == 0 ? 100 + draw(9900) : a * b
+            if (draw(5) == 0) a = 10 + draw(90)
+            answer = draw(4) == 0 ? 20 + draw(800) : a * b
             said = message("assistant", "[" a "*" b "]") ", " message("user", a * b ">") ", "
             said = said message("assistant", answer)
         }
         printf "{\"messages\": [%s, %s]}\n", message("user", prompt), said > (folder "/format.jsonl")
     }
 }'
-echo "1. data: 4000 products such as 47*86= with their answers ($model/task.jsonl), and 4000 conversations about" \
+echo "1. data: 4000 products such as 47*8= with their answers ($model/task.jsonl), and 4000 conversations about" \
     "others ($model/format.jsonl)"
 
 common="--chat-template plain --seq-length 32 --hidden-dropout 0 --attention-dropout 0 --device cpu
@@ -53,7 +53,7 @@ began=$(date +%s)
 # shellcheck disable=SC2086
 run "$bin/train" --stage sft --data-path "$model/format.jsonl" --tokenizer-type ByteLevel $common --num-layers 2 \
     --hidden-size 128 --num-attention-heads 4 --swiglu --normalization RMSNorm --position-embedding-type rope \
-    --disable-bias-linear --variable-seq-lengths --micro-batch-size 32 --global-batch-size 64 --train-iters 400 \
+    --disable-bias-linear --variable-seq-lengths --micro-batch-size 32 --global-batch-size 64 --train-iters 600 \
     --lr 3e-3 --log-interval 10 --save "$model/format" --metrics "$model/format.metrics.jsonl" --overwrite \
     ${DEMO_FORMAT:-}
 echo "2. format: fine-tuned for $(value "$model/format.metrics.jsonl" iteration) iterations in" \
@@ -66,7 +66,7 @@ began=$(date +%s)
 run "$bin/train" --stage rl --load "$model/format" --finetune --data-path "$model/task.jsonl" $common \
     --env-command "python3 data/scripts/calculator.py --role user --result {}\\>" --max-new-tokens 21 \
     --rollout-batch-size 32 --num-return-sequences 8 --global-batch-size 128 --micro-batch-size 32 --lr 1e-3 \
-    --ppo-epochs 2 --train-iters "${DEMO_ITERS:-100}" --log-interval 1 --save "$model/agent" \
+    --ppo-epochs 2 --train-iters "${DEMO_ITERS:-80}" --log-interval 1 --save "$model/agent" \
     --metrics "$model/metrics.jsonl" --overwrite ${DEMO_TASK:-}
 echo "3. task: $(value "$model/metrics.jsonl" iteration) iterations of GRPO in $(($(date +%s) - began)) s," \
     "reward $(first "$model/metrics.jsonl" reward | cut -c1-4) to" \
@@ -77,9 +77,7 @@ sed -n '/^phases of/,/^  iteration/s/^/   /p' "$log"
 # 4. The curves of the run.
 draw_curves "$model/reward.svg"
 
-# 5. Calls, before and after.
-for stage in format agent; do
-    "$bin/infer" --load "$model/$stage" --prompt '47*86=' '12*34=' '90*17=' --max-new-tokens 8 --temperature 0 \
-        --device cpu >"$model/$stage.answers" 2>>"$log" || { tail -n 20 "$log" >&2 && exit 1; }
-    echo "5. $stage: $(grep '=' "$model/$stage.answers" | paste -sd ' ' -)"
-done
+# 5. Calls.
+"$bin/infer" --load "$model/agent" --prompt '47*8=' '12*3=' '90*7=' --max-new-tokens 8 --temperature 0 --device cpu \
+    >"$model/agent.calls" 2>>"$log" || { tail -n 20 "$log" >&2 && exit 1; }
+echo "5. agent: $(grep '[*].*=' "$model/agent.calls" | paste -sd ' ' -)"
