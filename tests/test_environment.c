@@ -288,36 +288,38 @@ static const struct {
     {"exit 3", "the environment \"exit 3\" ended with exit status 3 after 0 answers to 2 responses"},
     {"no-such-program-here", "exit status 127 (the shell did not find it)"},
     {"read -r l; kill -SEGV $$", "was ended by signal 11"},
-    {"read -r l; exec >&-; sleep 86400", "closed its output after 0 answers"},
-    {"read -r l; echo hello; sleep 86400", "wrote \"hello\" as line 1 of its output, which is no object of JSON"},
-    {"read -r l; echo '[1]'; sleep 86400", "which is no object of JSON"},
-    {"read -r l; echo '{\"id\": 10, \"id\": 10}'; sleep 86400", "which is no object of JSON"},
-    {"read -r l; echo; sleep 86400", "wrote \"\" as line 1"},
-    {"read -r l; echo '{\"reward\": 1, \"done\": true}'; sleep 86400", "whose \"id\" is none of this turn"},
-    {"read -r l; echo '{\"id\": 9, \"done\": true}'; sleep 86400", "whose \"id\" is none of this turn"},
-    {"read -r l; echo '{\"id\": \"10\", \"done\": true}'; sleep 86400", "whose \"id\" is none of this turn"},
-    {"read -r l; read -r l; echo '{\"id\": 10, \"done\": true}'; echo '{\"id\": 10, \"done\": true}'; sleep 86400",
+    {"read -r l; exec >&-; cat >/dev/null", "closed its output after 0 answers"},
+    {"read -r l; echo hello; cat >/dev/null", "wrote \"hello\" as line 1 of its output, which is no object of JSON"},
+    {"read -r l; echo '[1]'; cat >/dev/null", "which is no object of JSON"},
+    {"read -r l; echo '{\"id\": 10, \"id\": 10}'; cat >/dev/null", "which is no object of JSON"},
+    {"read -r l; echo; cat >/dev/null", "wrote \"\" as line 1"},
+    {"read -r l; echo '{\"reward\": 1, \"done\": true}'; cat >/dev/null", "whose \"id\" is none of this turn"},
+    {"read -r l; echo '{\"id\": 9, \"done\": true}'; cat >/dev/null", "whose \"id\" is none of this turn"},
+    {"read -r l; echo '{\"id\": \"10\", \"done\": true}'; cat >/dev/null", "whose \"id\" is none of this turn"},
+    {"read -r l; read -r l; echo '{\"id\": 10, \"done\": true}'; echo '{\"id\": 10, \"done\": true}'; cat >/dev/null",
      "as line 2 of its output, whose \"id\" it had answered before"},
-    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": \"1\"}'; sleep 86400", "whose \"reward\" is no number"},
-    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": 1e31}'; sleep 86400", "whose \"reward\" is no number"},
-    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": NaN}'; sleep 86400", "no object of JSON"},
-    {"read -r l; echo '{\"id\": 10, \"done\": 1}'; sleep 86400", "whose \"done\" is neither true nor false"},
-    {"read -r l; echo '{\"id\": 10, \"messages\": \"x\"}'; sleep 86400", "whose \"messages\" are no list"},
-    {"read -r l; echo '{\"id\": 10}'; sleep 86400", "has neither messages to append nor \"done\": true"},
-    {"read -r l; echo '{\"id\": 10, \"messages\": []}'; sleep 86400", "has neither messages to append"},
-    {"read -r l; echo '{\"id\": 10, \"messages\": [{\"role\": \"user\"}]}'; sleep 86400", "has no text as \"role\""},
-    {"read -r l; echo '{\"id\": 10, \"messages\": [\"x\"]}'; sleep 86400", "has no text as \"role\""},
-    {"read -r l; echo '{\"id\": 10, \"messages\": [{\"role\": \"assistant\", \"content\": \"x\"}]}'; sleep 86400",
+    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": \"1\"}'; cat >/dev/null",
+     "whose \"reward\" is no number"},
+    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": 1e31}'; cat >/dev/null",
+     "whose \"reward\" is no number"},
+    {"read -r l; echo '{\"id\": 10, \"done\": true, \"reward\": NaN}'; cat >/dev/null", "no object of JSON"},
+    {"read -r l; echo '{\"id\": 10, \"done\": 1}'; cat >/dev/null", "whose \"done\" is neither true nor false"},
+    {"read -r l; echo '{\"id\": 10, \"messages\": \"x\"}'; cat >/dev/null", "whose \"messages\" are no list"},
+    {"read -r l; echo '{\"id\": 10}'; cat >/dev/null", "has neither messages to append nor \"done\": true"},
+    {"read -r l; echo '{\"id\": 10, \"messages\": []}'; cat >/dev/null", "has neither messages to append"},
+    {"read -r l; echo '{\"id\": 10, \"messages\": [{\"role\": \"user\"}]}'; cat >/dev/null", "has no text as \"role\""},
+    {"read -r l; echo '{\"id\": 10, \"messages\": [\"x\"]}'; cat >/dev/null", "has no text as \"role\""},
+    {"read -r l; echo '{\"id\": 10, \"messages\": [{\"role\": \"assistant\", \"content\": \"x\"}]}'; cat >/dev/null",
      "a message of the assistant"},
     {"for i in 10 11; do read -r l; echo '{\"id\": '$i', \"messages\": [{\"role\": \"user\", \"content\": \"\"}]}'; "
      "done; "
-     "sleep 86400",
+     "cat >/dev/null",
      "the chat template writes no token for them"},
-    {"read -r l; read -r l; printf '{\"id\": %d, \"done\": true}\\n' 10 11 12; sleep 86400",
+    {"read -r l; read -r l; printf '{\"id\": %d, \"done\": true}\\n' 10 11 12; cat >/dev/null",
      "wrote more lines than it got responses; it must write one line for each"},
     {"for i in 10 11; do read -r l; echo '{\"id\": '$i', \"messages\": [{\"role\": \"tool\", \"content\": \"x\"}]}'; "
      "done; "
-     "sleep 86400",
+     "cat >/dev/null",
      "answered conversation 10 with messages that cannot be written"},
 };
 
@@ -343,7 +345,7 @@ static void an_environment_that_hangs_is_an_error(void **state) {
     mt_env_turn turns[2];
     take_tokenizer(NULL, MT_CHAT_PLAIN);
     config.seconds = 0.2;
-    mt_environment *e = open_environment("read -r l; echo '{\"id\": 10, \"done\": true}'; sleep 86400");
+    mt_environment *e = open_environment("read -r l; echo '{\"id\": 10, \"done\": true}'; cat >/dev/null");
     assert_int_equal(ask(e, turns, 2, 1, &error), -1);
     assert_says(&error, "wrote 1 answers to 2 responses in 0.2 s");
     assert_int_equal(ask(e, turns, 2, 1, &error), -1); // it has been ended
