@@ -52,13 +52,13 @@ learn_form() {
         >"$work/out" 2>"$work/err"
 }
 
-# learn RANKS NAME ARGUMENTS...: metrics in $work/NAME, the lines that the environment got in $work/NAME.seen.
+# learn RANKS NAME ARGUMENTS...: metrics in $work/NAME, lines of the environment in $work/NAME.seen.
 learn() {
-    ranks=$1 name=$2
-    export MT_TEST_SEEN="$work/$name.seen"
+    ranks=$1 metrics=$2
+    export MT_TEST_SEEN="$work/$metrics.seen"
     shift 2
     set -- --stage rl --data-path "$work/rl.jsonl" --max-new-tokens 8 --micro-batch-size 4 --log-interval 1 \
-        --metrics "$work/$name" --rollout-batch-size 8 --num-return-sequences 4 --lr 1e-3 --adam-eps 1e-4 \
+        --metrics "$work/$metrics" --rollout-batch-size 8 --num-return-sequences 4 --lr 1e-3 --adam-eps 1e-4 \
         --env-command "exec sh $work/env.sh" "$@"
     # shellcheck disable=SC2086
     on_ranks "$ranks" "$train" "$@" $common
@@ -71,9 +71,9 @@ conversations_are_trained_on() {
     learn 1 whole $start --train-iters 4 --ppo-epochs 2 --global-batch-size 16 || return 1
     series turns "$work/whole" | awk '$1 < 1.8 { exit 1 } END { exit NR != 4 }' &&
         series generation_gap "$work/whole" | awk '$1 > 1e-4 { exit 1 }' || return 1
-    # every conversation had its first line, and its id alone
-    [ "$(grep -c '"messages":\[[^]]*"assistant","content":"[^"]*"}\], ' "$work/whole.seen")" -ge 128 ] &&
-        [ "$(grep '"turns_left": 7}' "$work/whole.seen" | sort -u | wc -l)" = 128 ] || return 1
+    # every conversation had one first line, with an id of its own
+    [ "$(grep '"turns_left": 7}' "$work/whole.seen" | sed 's/,.*//' | sort -u | wc -l)" = 128 ] || return 1
+    [ "$(grep -c '"turns_left": 7}' "$work/whole.seen")" = 128 ] || return 1
     # rewards are added up: 0.25 for two responses, and 1 for right ones
     series reward "$work/whole" | awk '{ sum += $1 } END { exit !(sum / NR > 0.3 && sum / NR < 1.25) }' &&
         series grad_norm "$work/whole" | awk '$1 <= 0 { exit 1 }'
@@ -83,7 +83,7 @@ conversations_are_trained_on() {
 turns_have_no_mismatch() {
     # shellcheck disable=SC2086
     learn 1 exact $start --train-iters 2 --bitwise-rollouts &&
-        [ "$(series generation_gap "$work/exact" | sort -u)" = 0.0 ] &&
+        [ "$(series generation_gap "$work/exact" | sort -u)" = 0 ] &&
         series turns "$work/exact" | awk '$1 < 1.8 { exit 1 }'
 }
 
