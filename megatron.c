@@ -8437,9 +8437,9 @@ static mt_mixer_widths mt_attention_widths(const mt_model *m) {
 static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
+    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4); // forward, too
     if (!m->plan.train) return;
     if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
-    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
 }
 
