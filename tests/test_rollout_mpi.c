@@ -69,7 +69,8 @@ static void generate(mt_model *model, int step, result *r) {
     }
 }
 
-/* Trains, unless the model generates alone, and generates after every step; on several ranks the cache has no memory during the steps. */
+/* Trains, unless the model is to generate alone, and generates after every step; on several ranks the cache has no
+ * memory during the steps. */
 static void run(result *r, const char *model_words, const char *layout, int ranks) {
     char line[1024], *arguments[64];
     int count = 0;
