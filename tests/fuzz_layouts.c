@@ -270,6 +270,7 @@ static const row rl_rows[] = {
      "--lam 0.9;--adv-estimator reinforce_plus_plus_baseline;--adv-estimator reinforce_plus_plus;--adv-estimator opo;"
      "--adv-estimator gpg;--adv-estimator grpo_passk;--adv-estimator gigpo --step-reward-weight 0.5;"
      "--adv-estimator step_reinforce;--adv-estimator optimal_token_baseline;--adv-estimator grpo --no-norm-adv-by-std"},
+    {15, RL, "remax&gigpo&step_reinforce", "--env-command ANSWER;--env-command ANSWER --env-max-turns 2"},
     {50, RL "&gae", "", "--critic-lr 1e-3 --value-clip 0.2;--value-clip 0.1"},
     {50, RL "&reinforce", "_baseline",
      "--norm-mean-type batch --norm-std-type group;--norm-mean-type group;--norm-std-type batch"},
@@ -382,9 +383,10 @@ static const row rl_layout_rows[] = {
 static const char always[] = "--make-vocab-size-divisible-by 16 --weight-decay 0.5 --adam-eps 1e-3 "
                              "--init-method-std 0.1";
 
-/* Prompts of reinforcement learning, and a program that rewards responses. */
+/* Prompts of reinforcement learning, a program that rewards responses, and one that answers them. */
 #define PROMPTS "prompts"
 #define SCORES  "score"
+#define ANSWERS "answer"
 static const char of_rl[] =
     "--stage rl --tokenizer-type ByteLevel --chat-template plain --data-path " PROMPTS " --max-new-tokens 5";
 
@@ -568,7 +570,9 @@ static void words_of(command *to, const config *c, part part, const char *furthe
         if (strncmp(word, "OMPI_", 5) == 0)
             to->environment[to->num_environment++] = word;
         else
-            add_word(to, strcmp(word, "SCORE") == 0 ? "sh " SCORES : word);
+            add_word(to, strcmp(word, "SCORE") == 0    ? "sh " SCORES
+                         : strcmp(word, "ANSWER") == 0 ? "sh " ANSWERS
+                                                       : word);
     }
 }
 
@@ -908,13 +912,19 @@ static void write_file(const char *name, const char *text) {
     if (!file || fputs(text, file) < 0 || fclose(file) != 0) mt_die("%s/%s: %s", root, name, strerror(errno));
 }
 
-/* 40 prompts, whose meaning does not matter, and a program whose rewards are the lengths of the lines that it reads. */
+/* 40 prompts, whose meaning does not matter, a program whose rewards are the lengths of the lines that it reads, and
+ * one that answers each response with a question mark. */
 static void write_prompts(void) {
     char text[4096] = "", *end = text;
     for (int i = 0; i < 40; i++)
         end += sprintf(end, "{\"prompt\": \"%.*s%d\", \"answer\": \"%c\"}\n", i % 5, "abcde", i, 'a' + i % 26);
     write_file(PROMPTS, text);
     write_file(SCORES, "while IFS= read -r line; do echo \"${#line}e-2\"; done\n");
+    write_file(ANSWERS, "while IFS= read -r line; do\n"
+                        "    id=${line#*: }\n"
+                        "    echo \"{\\\"id\\\": ${id%%,*}, \\\"messages\\\": [{\\\"role\\\": \\\"user\\\", "
+                        "\\\"content\\\": \\\"?\\\"}]}\"\n"
+                        "done\n");
 }
 
 /* Finds train and what mpirun is, and enters an empty folder, in memory if possible. */
