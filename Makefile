@@ -7,7 +7,8 @@
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make demo-agent    teach a small model to use a calculator (some minutes)
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some,
-##                    SECTIONS="9d 3e" those of these sections of megatron.c, ONLY=name one test by its name or pattern
+##                    SECTIONS="9d 3e" those of these sections of megatron.c without their long tests,
+##                    ONLY=name one test by its name or pattern
 ## make times         print how long the suites took here when they ran last
 ## make needs EXAMPLE=focal_loss  print the files that an example needs, for a copy of its own
 ## make test-all      run all tests;  make test-slow: the rest alone
@@ -30,6 +31,7 @@
 ## make bench-fp8     train a small model in bf16 and with every fp8 recipe, compare losses; DEVICE=cuda STEPS=n
 ## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
+## make fire          requests to a server by clients of all kinds; REQUESTS=20000 CLIENTS=200
 ## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n;
 ##                    on GPUs DEVICE=cuda RANKS=4; STAGE=rl: reinforcement learning alone
 ## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
@@ -118,8 +120,8 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 .PHONY: test-all test-slow mini kernels examples has-mpicc has-nvcc has-pandoc
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-bitwise bench-fp8 needs times
-.PHONY: fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint sizes \
-	demo-agent format format-check clean FORCE
+.PHONY: fire fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint \
+	sizes demo-agent format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -384,7 +386,7 @@ test: $(if $(RUN_PROGRAMS),all) $(TEST_PROGRAMS) $(sort $(foreach s,$(SUITES),$(
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
 	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' MT_TESTS='$(CURDIR)/$(B)/tests' \
 		MT_EXAMPLES='$(B)/notes/examples' MT_MINI='$(MINI)' HAVE_MPI='$(HAVE_MPI)' TEST_JOBS='$(TEST_JOBS)' \
-		MT_ONLY='$(ONLY)' tests/run_tests.sh $(B)/tests $(SUITES)
+		MT_ONLY='$(ONLY)' MT_BRIEF='$(SECTIONS)' tests/run_tests.sh $(B)/tests $(SUITES)
 
 test-all:
 	+@$(MAKE) --no-print-directory test SUITES='$(ALL_SUITES)'
@@ -491,6 +493,13 @@ fuzz:
 	+@$(MAKE) --no-print-directory CC=$(or $(FUZZ_CC),clang) FUZZER=1 fuzz-programs
 fuzz-programs: $(FUZZ_PROGRAMS)
 	@$(SANITIZER_SETTINGS) tests/run_fuzz.sh $(FUZZ_SECONDS) $^
+
+# REQUESTS to a server by CLIENTS at once, on this machine; SANITIZE=1 checks memory.
+REQUESTS ?= 20000
+CLIENTS ?= 200
+fire:
+	+@MT_FIRE_REQUESTS=$(REQUESTS) MT_FIRE_CLIENTS=$(CLIENTS) MT_FIRE_SECONDS=3600 \
+		$(MAKE) --no-print-directory test SUITES=serve ONLY=holds_under_fire
 
 # Configuration NUMBER of SEED alone, or as many as SECONDS allow.
 SECONDS ?= 600

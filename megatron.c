@@ -4178,8 +4178,14 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
+/* Key heads of linear attention, or groups of Mamba-2: one mixer of these kinds per model. */
+static int64_t mt_linear_key_heads(const mt_options *o) {
+    if (mt_has_mixer(o, MT_MIXER_MAMBA2)) return o->mamba_num_groups;
+    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
+    return has_delta ? o->linear_num_key_heads : 0;
+}
+
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
-    bool has_delta = mt_has_mixer(options, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(options, MT_MIXER_KDA);
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
                            .context = options->context_parallel_size,
                            .pipeline = options->pipeline_model_parallel_size,
@@ -4188,7 +4194,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size,
                            .context_blocks = options->dynamic_context_parallel,
-                           .linear_key_heads = has_delta ? options->linear_num_key_heads : 0,
+                           .linear_key_heads = mt_linear_key_heads(options),
                            .pipeline_before_data = options->use_tp_pp_dp_mapping};
     if (options->num_experts > 0)
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
@@ -5346,13 +5352,30 @@ static const void *mt_adapter_down(const mt_product *p) {
     return a.x;
 }
 
-/* y += the adapters' outputs. */
-static void mt_adapter_forward(const mt_product *p) {
+/* y += the outputs of the linear's own adapter. */
+static void mt_adapter_add(const mt_product *p) {
     mt_adapter_down(p);
     for (int64_t part = 0; part < p->l->adapter.num_parts; part++) {
         mt_grouped_args a = mt_adapter_args(p, part);
         a.accumulate = true;
         p->tp->ops->grouped_linear_forward(&a, p->tp->dtype, p->tp->stream);
+    }
+}
+
+/* y += the adapters' outputs. With a table the rows of each adapter are a product of their own, that of a model with
+ * this adapter alone. */
+static void mt_adapter_forward(const mt_product *p) {
+    const mt_adapter *own = &p->l->adapter;
+    const int64_t *rows = p->pass.adapter_rows;
+    if (!own->table) mt_adapter_add(p);
+    for (int64_t i = 0; i < own->table_size && rows; i++) {
+        mt_linear linear = *p->l;
+        mt_product part = *p;
+        linear.adapter = own->table[i];
+        part.l = &linear, part.T = rows[i + 1] - rows[i];
+        part.io.x = mt_at(p->io.x, rows[i] * linear.K, p->tp->dtype);
+        part.io.y = mt_at(p->io.y, rows[i] * linear.N, p->tp->dtype);
+        if (part.T > 0 && linear.adapter.R > 0) mt_adapter_add(&part);
     }
 }
 
@@ -6508,8 +6531,8 @@ enum {
 const mt_hf_family_row mt_hf_families[] = {{"", "", "model.layers.", false, MT_NAMES_LLAMA},
                                            MT_HF_FAMILIES(MT_HF_FAMILY_ROW)};
 
-/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention, than ranks,
- * neighbours hold the same one. */
+/* How tensor-parallel ranks divide a parameter. With fewer kv heads, or key heads of linear attention or groups of
+ * Mamba-2, than ranks, neighbours hold the same one. */
 typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS, MT_CUT_KEY_HEADS } mt_cut;
 
 /* Kinds of parameters. */
@@ -6517,13 +6540,14 @@ typedef enum mt_param_kind {
     MT_EMBEDDING,         // rows of the vocabulary
     MT_COLUMN,            // column-parallel linear: a share of the outputs
     MT_COLUMN_KV,         // the same for key and value heads
-    MT_COLUMN_KEYS,       // the same for key heads of linear attention
+    MT_COLUMN_KEYS,       // the same for key heads of linear attention, groups of Mamba-2
     MT_ROW,               // row-parallel linear: a share of the inputs
     MT_REPLICATED,        // whole on every rank
     MT_REPLICATED_OUTPUT, // the same of a product that is added to the residual stream
     MT_ROUTING,           // the same in fp32
     MT_COLUMN_BIAS,
     MT_COLUMN_KV_BIAS,
+    MT_COLUMN_KEYS_BIAS,
     MT_ROW_BIAS,
     MT_NORM,
     MT_NORM_BIAS,
@@ -6557,6 +6581,7 @@ static const struct {
     [MT_ROUTING] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS, MT_LINEAR_ROUTER},
     [MT_COLUMN_BIAS] = {MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_COLUMN_KV_BIAS] = {MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA, 0},
+    [MT_COLUMN_KEYS_BIAS] = {MT_CUT_KEY_HEADS, MT_INIT_ZEROS, MT_GRADIENT_KEY_REPLICA, 0},
     [MT_ROW_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE, 0},
     [MT_NORM] = {MT_CUT_NONE, MT_INIT_GAIN, MT_GRADIENT_ROWS, 0},
     [MT_NORM_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS, 0},
@@ -6668,9 +6693,9 @@ static const mt_role_row mt_role_rows[] = {
             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
     MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_B, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_C, LAYER, COLUMN, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
     MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MAMBA), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
@@ -6732,9 +6757,9 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
     MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_B, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_C, LAYER, TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
@@ -6805,10 +6830,10 @@ static const mt_role_row mt_role_rows[] = {
             "mamba.dt_bias", [MT_NAMES_NEMOTRON_H] = "mixer.dt_bias"),
     MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
-    MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
-             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
-    MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_BIAS, MAMBA_STATES, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
-             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
+             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+    MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
+             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
@@ -7005,7 +7030,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
     if (cut != MT_CUT_KV_HEADS && cut != MT_CUT_KEY_HEADS) return;
     const mt_options *o = table->options;
-    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : o->linear_num_key_heads;
+    int64_t heads = cut == MT_CUT_KV_HEADS ? mt_layer_kind_of(o, param->layer).groups : mt_linear_key_heads(o);
     int64_t head_parts = mt_min(heads, parts), replicas = parts / head_parts;
     mt_param_shard(param, 0, head_parts, rank / replicas);
     param->counted = rank % replicas == 0;
@@ -7278,18 +7303,19 @@ typedef struct mt_pass {
     mt_tensor_parallel tp;
     mt_stream *stream;
     mt_spans spans;
-    mt_context *context;     // attention with context parallelism, or NULL
-    const mt_batch *whole;   // forward: the micro-batch as its source gave it
-    int64_t num_sequences;   // of the micro-batch, on all ranks that share it
-    int64_t unpadded;        // its tokens on them, without padding; not when decoding
-    int64_t T;               // tokens
-    int64_t rows, first_row; // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
-    int64_t message_rows;    // of a message between pipeline stages
-    bool training;           // dropout is on, and the forward adds to the step's statistics
-    bool replay;             // a recomputed forward: it writes activations only
-    bool decode;             // attention reads the KV cache
-    int halves;              // of the backward to run: MT_BACKWARD_*
-    bool last;               // the last backward of this chunk in this step
+    mt_context *context;         // attention with context parallelism, or NULL
+    const mt_batch *whole;       // forward: the micro-batch as its source gave it
+    int64_t num_sequences;       // of the micro-batch, on all ranks that share it
+    int64_t unpadded;            // its tokens on them, without padding; not when decoding
+    int64_t T;                   // tokens
+    int64_t rows, first_row;     // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
+    int64_t message_rows;        // of a message between pipeline stages
+    bool training;               // dropout is on, and the forward adds to the step's statistics
+    bool replay;                 // a recomputed forward: it writes activations only
+    bool decode;                 // attention reads the KV cache
+    const int64_t *adapter_rows; // mt_batch.adapter_rows
+    int halves;                  // of the backward to run: MT_BACKWARD_*
+    bool last;                   // the last backward of this chunk in this step
 } mt_pass;
 
 /* States at the borders of this rank's pieces in context parallelism: see mt_context_carry. */
@@ -7303,8 +7329,11 @@ typedef struct mt_carry {
 
 /* Buffers that all layers share. A union names the values that a buffer holds one after the other. */
 typedef struct mt_layer_scratch {
-    void *dresidual; // [R, C] gradient of the residual stream
+    void *dresidual; // [R, C] gradient of the residual stream, in its type
     void *dmiddle;   // [R, C] split backward: that between the blocks of a layer; both are read until the layer's end
+    void *rounded;   // [R, C] fp32 residual stream: in the model's type, as norms and blocks read it
+    void *drounded;  // [R, C] the gradient of `rounded`
+    float *widened;  // [R, C] a tensor of the model's type as it is added to the stream
     void *block_out; // [R, C] a block's output before it is added to the residual stream, and its gradient
     void *dout;      // [R, C] gradient of a block's output before the norm after it
     void *dnormed;   // [R, C] gradient of a norm's output
@@ -7319,6 +7348,7 @@ typedef struct mt_layer_scratch {
     };
     void *dqk;                       // [T, (H + G) D], with q/k norm
     float *means;                    // [2, T], with q/k norm over all heads
+    float *group_means;              // [T], with a group of Mamba-2 on several ranks
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
@@ -7357,8 +7387,8 @@ struct mt_model {
     const mt_grid *grid;
     const mt_ops *ops;
     mt_stream *stream;
-    mt_dtype dtype;
-    float loss_scale; // of the gradients of this step: 1 but in fp16
+    mt_dtype dtype, residual_dtype; // of weights and activations; of the residual stream
+    float loss_scale;               // of the gradients of this step: 1 but in fp16
     mt_model_plan plan;
     int64_t C, D, Dv;                 // as in megatron.h; Dv: value channels per head
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
@@ -7403,6 +7433,8 @@ struct mt_model {
     mt_tensor_parallel tp;
     mt_adapter_scratch adapter_scratch; // of all linears but experts'
     bool adapters_off;                  // see mt_model_use_adapters
+    void **adapter_tables;              // [plan.num_adapters] memory of mt_model_keep_adapter
+    int64_t adapter_table_bytes;        // of each
     /* recomputation */
     unsigned recompute_modules;                    // MT_MODULE_*: of selective recomputation
     struct mt_recompute_buffer *recompute_buffers; // [num_recompute_buffers] one for each layer of a unit
@@ -7780,7 +7812,8 @@ static mt_recompute_buffer *mt_recompute_buffer_of(const mt_model *m, const mt_l
 
 /* The pass as linears see it. */
 static mt_linear_pass mt_linears(const mt_pass *p) {
-    return (mt_linear_pass){.tp = &p->tp, .training = p->training, .token_index = p->batch->token_index};
+    return (mt_linear_pass){
+        .tp = &p->tp, .training = p->training, .token_index = p->batch->token_index, .adapter_rows = p->adapter_rows};
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
@@ -7924,6 +7957,40 @@ static void mt_add_to(const mt_model *m, const mt_pass *p, void *sum, const void
     m->ops->add(sum, sum, x, p->rows * m->C, m->dtype, p->stream);
 }
 
+/* --fp32-residual-connection: the residual stream and its gradient are fp32, all else is of the model's type. As in
+ * Megatron-Core, a block reads the stream rounded, and what it adds is rounded before: only sums are of fp32. */
+static bool mt_residual_is_wide(const mt_model *m) {
+    return m->residual_dtype != m->dtype;
+}
+
+/* x[R, C] of the residual stream in the model's type: x itself, or `rounded`. */
+static const void *mt_residual_round(const mt_model *m, const mt_pass *p, void *rounded, const void *x) {
+    if (!mt_residual_is_wide(m)) return x;
+    m->ops->convert(rounded, m->dtype, x, m->residual_dtype, p->rows * m->C, p->stream);
+    return rounded;
+}
+
+/* x[R, C] of the model's type in that of the residual stream: x itself, or scratch. */
+static const void *mt_residual_widen(const mt_model *m, const mt_pass *p, const void *x) {
+    if (!mt_residual_is_wide(m)) return x;
+    m->ops->convert(m->scratch.widened, m->residual_dtype, x, m->dtype, p->rows * m->C, p->stream);
+    return m->scratch.widened;
+}
+
+/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish. */
+static void *mt_residual_begin(const mt_model *m, void *x) {
+    return mt_residual_is_wide(m) ? m->scratch.rounded : x;
+}
+static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x) {
+    if (mt_residual_is_wide(m))
+        m->ops->convert(x, m->residual_dtype, m->scratch.rounded, m->dtype, p->rows * m->C, p->stream);
+}
+
+/* sum = a + x: a residual stream and a tensor of the model's type, [R, C]. */
+static void mt_residual_add(const mt_model *m, const mt_pass *p, void *sum, const void *a, const void *x) {
+    m->ops->add(sum, a, mt_residual_widen(m, p, x), p->rows * m->C, m->residual_dtype, p->stream);
+}
+
 /* Statistics of a norm. */
 static void mt_norm_statistics_slots(mt_slots *s, const mt_model *m, const char *name, size_t field) {
     if (m->options->normalization == MT_LAYERNORM)
@@ -7977,6 +8044,25 @@ static void mt_norm_backward(const mt_model *m, const mt_pass *p, const mt_norm 
     mt_norm_backward_of(m, p, &a);
 }
 
+/* The same for x, dx and dresidual of the residual stream. */
+static void mt_norm_residual_forward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
+                                     const void *x) {
+    mt_norm_forward(m, p, w, n, mt_residual_round(m, p, m->scratch.rounded, x));
+}
+static void mt_norm_residual_backward(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n,
+                                      void *dx, const void *dresidual, const void *dy, const void *x) {
+    void *drounded = m->scratch.drounded;
+    if (!mt_residual_is_wide(m)) {
+        mt_norm_backward(m, p, w, n, dx, dresidual, dy, x);
+        return;
+    }
+    mt_norm_backward(m, p, w, n, drounded, NULL, dy, mt_residual_round(m, p, m->scratch.rounded, x));
+    if (dresidual)
+        mt_residual_add(m, p, dx, dresidual, drounded);
+    else
+        m->ops->convert(dx, m->residual_dtype, drounded, m->dtype, p->rows * m->C, p->stream);
+}
+
 /* The operands of a dropout, except x, residual and out. */
 static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass *p, int64_t layer, int which) {
     return (mt_dropout_add_args){p->rows, m->C, .token_index = p->batch->token_index + p->first_row,
@@ -7996,25 +8082,28 @@ static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, 
     mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
     sum.x = x, sum.residual = residual, sum.out = out;
     // a replayed norm runs alone, and the two may sum in different orders
-    bool fuses = m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM);
+    bool fuses =
+        m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM) && !mt_residual_is_wide(m);
     if (next.w && fuses) {
         mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
         a.x = sum.x, a.residual = residual, a.sum = out, a.token_index = sum.token_index, a.dropout = sum.dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(&sum, m->dtype, p->stream);
-    if (next.w) mt_norm_forward(m, p, next.w, next.n, out);
+    sum.x = mt_residual_widen(m, p, x);
+    m->ops->dropout_add_forward(&sum, m->residual_dtype, p->stream);
+    if (next.w) mt_norm_residual_forward(m, p, next.w, next.n, out);
 }
 
-/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout. */
+/* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout, unless dout of the
+ * residual stream has another type. */
 static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, const void *dout, void *dx, int64_t number,
                                         int which) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, number, which);
-    if (a.dropout.p == 0) return dout;
-    a.x = dout, a.out = dx;
-    m->ops->dropout_add_backward(&a, m->dtype, p->stream);
-    return dx;
+    if (a.dropout.p == 0) return mt_residual_round(m, p, dx, dout);
+    a.x = dout, a.out = mt_residual_is_wide(m) ? m->scratch.widened : dx;
+    m->ops->dropout_add_backward(&a, m->residual_dtype, p->stream);
+    return mt_residual_round(m, p, dx, a.out);
 }
 
 /* ==== §9d attention =============================================================================================== */
@@ -8437,7 +8526,7 @@ static mt_mixer_widths mt_attention_widths(const mt_model *m) {
 static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4); // forward, too
+    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (!m->plan.train) return;
     if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
     if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
@@ -10087,9 +10176,10 @@ static const void *mt_block_x(const mt_block *b) {
 static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, size_t stash_of) {
     bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
          splits_input = m->options->distribute_saved_activations;
-    mt_slot *input = MT_SLOT(s, input, m->max_rows, m->C, m->dtype), *kept = input;
+    mt_slot *input = MT_SLOT(s, input, m->max_rows, m->C, m->residual_dtype), *kept = input;
     input->stash_of = stash_of, input->once = starts_unit && !splits_input;
-    if (starts_unit && splits_input) kept = MT_SLOT(s, input_part, m->max_rows, m->C / m->grid->tensor.size, m->dtype);
+    if (starts_unit && splits_input)
+        kept = MT_SLOT(s, input_part, m->max_rows, m->C / m->grid->tensor.size, m->residual_dtype);
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
 }
 
@@ -10112,7 +10202,7 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
         mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
     }
     if (has_mixer && has_mlp) {
-        mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->dtype);
+        mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->residual_dtype);
         middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
     }
     if (before && has_mlp)
@@ -10160,7 +10250,8 @@ static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 
 /* Selective recomputation. */
 static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b) {
-    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM) mt_norm_forward(m, p, b->before, &b->normed, b->input);
+    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM)
+        mt_norm_residual_forward(m, p, b->before, &b->normed, b->input);
     if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
 }
 
@@ -10185,9 +10276,9 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     inner.dout = dout;
     mt_deferred last = b->kind->backward(m, p, w, a, &inner);
     if (b->before)
-        mt_norm_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
+        mt_norm_residual_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
     else
-        m->ops->add(d.dx, d.dout, inner.dx, p->rows * m->C, m->dtype, p->stream);
+        mt_residual_add(m, p, d.dx, d.dout, inner.dx);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
 }
 
@@ -10211,8 +10302,8 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
                   !m->options->attention_output_gate;
-    bool at_once =
-        below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m);
+    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 &&
+                   !mt_has_latent_experts(m) && !mt_residual_is_wide(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
@@ -10237,7 +10328,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
         mt_block_backward(m, p, w, a, &blocks[i], d);
     }
     if (splits && count == 1)
-        m->ops->memory_copy(dresidual, dmiddle, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_copy(dresidual, dmiddle, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
     if (!ahead) return;
     mt_dispatch_gather(m, p, dresidual);
     mt_linear_backward_weight(mt_linears(p), left.linear, &(mt_linear_io){.x = left.x, .dy = left.dy});
@@ -11043,6 +11134,7 @@ typedef struct mt_micro_batch {
     int64_t num_spans;
     mt_context *context;                     // its attention with context parallelism, or NULL
     mt_batch whole;                          // context parallelism: spans and token indices of the whole micro-batch
+    const int64_t *adapter_rows;             // of its batch
     mt_teacher_logits *teacher;              // of its batch
     double divergence_factor, hidden_factor; // of its distillation: see mt_loss_sums
     mt_activations *layers; // of the chunk's layers, or one set that all share in generation; then of the modules
@@ -11089,34 +11181,42 @@ static void mt_embedding_scale(const mt_model *m, const mt_pass *p, void *x) {
     mt_scale(m, p, x, factor);
 }
 
-/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, or the layer of a
- * multi-token prediction module. */
+/* x[R, C] = dropout(word embedding of tokens[T] + learned position embedding, if any). layer: -1, and x is the residual
+ * stream, or the layer of a multi-token prediction module, and x is of the model's type. */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32_t *tokens, int64_t layer) {
+    void *sum = layer < 0 ? mt_residual_begin(m, x) : x;
     mt_bucket_acquire(m, mt_word_bucket(m));
-    mt_vocab_embedding_forward(&p->tp, x, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, sum, tokens, mt_word_embedding(m), m->C, m->vocab_first, m->V);
     mt_bucket_release(m, mt_word_bucket(m));
     if (m->position_bucket >= 0 && layer < 0) {
         mt_bucket_acquire(m, m->position_bucket);
         mt_embedding_args a = {p->rows, m->C, .count = m->options->max_position_embeddings};
-        a.ids = p->batch->positions + p->first_row, a.w = m->outer.position_embedding.w, a.out = x, a.accumulate = true;
+        a.ids = p->batch->positions + p->first_row, a.w = m->outer.position_embedding.w;
+        a.out = sum, a.accumulate = true;
         m->ops->embedding_forward(&a, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_embedding_scale(m, p, x);
+    mt_embedding_scale(m, p, sum);
+    if (layer < 0) mt_residual_finish(m, p, x);
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = x;
-        m->ops->dropout_add_forward(&a, m->dtype, p->stream);
+        m->ops->dropout_add_forward(&a, layer < 0 ? m->residual_dtype : m->dtype, p->stream);
     }
 }
 
-/* Adds dx[R, C] to the embedding's gradients. last: this completes the word embedding's gradient of the step. */
+/* Adds dx[R, C], which has the type of x in the forward, to the embedding's gradients. last: this completes the word
+ * embedding's gradient of the step. */
 static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx, const int32_t *tokens, int64_t layer,
                               bool last) {
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = dx;
-        m->ops->dropout_add_backward(&a, m->dtype, p->stream);
+        m->ops->dropout_add_backward(&a, layer < 0 ? m->residual_dtype : m->dtype, p->stream);
+    }
+    if (layer < 0 && mt_residual_is_wide(m)) {
+        (void)mt_residual_round(m, p, m->scratch.rounded, dx);
+        dx = m->scratch.rounded;
     }
     mt_embedding_scale(m, p, dx);
     if (m->position_bucket >= 0 && layer < 0 && m->buckets[m->position_bucket].trained) {
@@ -11418,9 +11518,11 @@ static void *mt_tap(const mt_model *m, int64_t k) {
 
 /* Copies x[R, C], the output of `layer` (from 0, or MT_TAP_FINAL_NORM), for the loss that follows. */
 static void mt_tap_forward(const mt_model *m, const mt_pass *p, int64_t layer, const void *x) {
-    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++)
-        if (m->plan.taps[k] == layer)
-            m->ops->memory_copy(mt_tap(m, k), x, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    for (int64_t k = 0; k < m->plan.num_taps && !p->replay; k++) {
+        if (m->plan.taps[k] != layer) continue;
+        const void *from = layer == MT_TAP_FINAL_NORM ? x : mt_residual_round(m, p, m->scratch.rounded, x);
+        m->ops->memory_copy(mt_tap(m, k), from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    }
 }
 
 /* Tap k as floats [R, C], once the device has copied it. */
@@ -11470,7 +11572,10 @@ static void mt_hidden_backward(mt_model *m, const mt_pass *p, int64_t layer, voi
         }
         mt_row_close(mt_tap(m, k), 0, gradient, n, m->dtype);
         m->ops->memory_copy(h->device_tap, mt_tap(m, k), n * mt_dtype_size(m->dtype), p->stream);
-        mt_add_to(m, p, dx, h->device_tap);
+        if (layer == MT_TAP_FINAL_NORM)
+            mt_add_to(m, p, dx, h->device_tap);
+        else
+            mt_residual_add(m, p, dx, dx, h->device_tap);
         m->ops->stream_synchronize(p->stream);
     }
 }
@@ -11521,10 +11626,10 @@ static void mt_recompute_unit_input(mt_model *m, const mt_pass *p, mt_activation
     int64_t count = p->rows * m->C / tensor->size;
     if (!a->input_part) return;
     if (p->replay)
-        m->ops->all_gather(a->input, a->input_part, count, m->dtype, tensor, p->stream);
+        m->ops->all_gather(a->input, a->input_part, count, m->residual_dtype, tensor, p->stream);
     else
-        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->dtype),
-                            count * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_copy(a->input_part, mt_at(a->input, tensor->rank * count, m->residual_dtype),
+                            count * mt_dtype_size(m->residual_dtype), p->stream);
 }
 
 /* The saved values of a layer of the chunk; in generation all layers share one set. */
@@ -11553,7 +11658,7 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
             mt_next_norm first = mt_first_norm(m, w, a);
-            if (first.w) mt_norm_forward(m, p, first.w, first.n, a->input);
+            if (first.w) mt_norm_residual_forward(m, p, first.w, first.n, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
@@ -11736,7 +11841,8 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, out->embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
-        mt_mtp_join_forward(m, p, k, a->input);
+        mt_mtp_join_forward(m, p, k, mt_residual_begin(m, a->input));
+        mt_residual_finish(m, p, a->input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
                           (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
         mt_bucket_release(m, w->bucket);
@@ -11759,14 +11865,16 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
         if (word != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
         if (k + 1 < m->mtp->count) mt_add_to(m, p, dnormed, dhidden);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
+        mt_norm_residual_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
         mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
-        mt_mtp_join_backward(m, p, k, dresidual, dhidden, dresidual);
+        void *dinput = mt_residual_begin(m, dresidual); // of the model's type, then of the embedding
+        (void)mt_residual_round(m, p, dinput, dresidual);
+        mt_mtp_join_backward(m, p, k, dinput, dhidden, dinput);
         mt_layer_release(m, &own, w, true, true);
         bool last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
-        mt_embed_backward(m, p, dresidual, p->batch->mtp_tokens + k * p->T, w->number, last);
+        mt_embed_backward(m, p, dinput, p->batch->mtp_tokens + k * p->T, w->number, last);
     }
 }
 
@@ -12007,11 +12115,11 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
 
 /* ---- a chunk's parts */
 
-/* Final norm and logits of x[rows, C]. */
+/* Final norm and logits of x[rows, C], the residual stream. */
 static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
     const mt_output *out = &p->mb->outputs[0];
     mt_bucket_acquire(m, m->output_bucket);
-    mt_norm_forward(m, p, &m->outer.final_norm, &out->norm, x);
+    mt_norm_residual_forward(m, p, &m->outer.final_norm, &out->norm, x);
     mt_tap_forward(m, p, MT_TAP_FINAL_NORM, out->norm.y);
     mt_head_forward(m, p, out);
     mt_bucket_release(m, m->output_bucket);
@@ -12051,7 +12159,7 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_head_backward(m, p, out, p->batch->labels, dnormed);
     mt_hidden_backward(m, p, MT_TAP_FINAL_NORM, dnormed);
     if (m->mtp->count > 0) mt_add_to(m, p, dnormed, dnormed_of_modules);
-    mt_norm_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
+    mt_norm_residual_backward(m, p, &m->outer.final_norm, &out->norm, dhidden, NULL, dnormed, out->hidden);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (m->head_bucket != m->output_bucket && m->head_bucket != m->word_bucket)
         mt_bucket_gradients_release(m, m->head_bucket, p->last);
@@ -12127,7 +12235,7 @@ enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LIN
 static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     if (mt_channel_pending(link->channel) == link->num_buffers) return false;
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
-    mt_channel_start(m->ops, link->channel, buffer, rows * m->C, m->dtype, m->stream);
+    mt_channel_start(m->ops, link->channel, buffer, rows * m->C, m->residual_dtype, m->stream);
     return true;
 }
 
@@ -12136,7 +12244,7 @@ static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *
     if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
     const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
     if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
@@ -12144,8 +12252,8 @@ static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *
 static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
     if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->dtype, p->stream);
+    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->residual_dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
@@ -13783,7 +13891,8 @@ typedef struct mt_step_result {
 
 /* Bad steps: not finite, or a loss spike. */
 typedef struct mt_bad_steps {
-    int64_t skipped, in_a_row; // skipped updates in total; consecutive ones up to now
+    int64_t skipped, in_a_row; // skipped updates in total, also of a run before its resume; consecutive ones up to now
+    int64_t reported;          // skipped, as the last step gave it to the run's state
     int64_t rewind;            // bad step that requires a rewind; 0: none
     int64_t rewound;           // bad step of the last rewind
 } mt_bad_steps;
@@ -14361,6 +14470,16 @@ static void mt_updates_set(mt_model *m, const mt_run_state *state) {
     m->trainer->updates = m->trainer->reported = state->optimizer_step;
 }
 
+int64_t mt_train_skipped(const mt_model *m, const mt_run_state *state) {
+    return state->skipped_iterations + m->trainer->bad_steps.skipped - m->trainer->bad_steps.reported;
+}
+
+/* Takes the number of skipped updates where the caller has changed it: a load, or a step without samples. */
+static void mt_skipped_set(mt_model *m, const mt_run_state *state) {
+    m->trainer->bad_steps.skipped = mt_train_skipped(m, state);
+    m->trainer->bad_steps.reported = state->skipped_iterations;
+}
+
 mt_fp8_state mt_train_fp8_state(mt_model *m) {
     const mt_fp8_model *f = m->fp8;
     mt_fp8_state s = {0};
@@ -14582,6 +14701,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (mt_step_check(m, entry, error) != 0) return -1; // the step before the last, which used this entry
     if (m->trainer->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     mt_updates_set(m, state);
+    mt_skipped_set(m, state);
     mt_loss_scale_begin(m, state, samples);
     if (mt_step_try(m, state->iteration + 1, &from, error) != 0) return -1;
     mt_experts_update_biases(m);
@@ -14618,6 +14738,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     }
     state->iteration++;
     state->optimizer_step = m->trainer->reported = m->trainer->updates;
+    state->skipped_iterations = m->trainer->bad_steps.reported = m->trainer->bad_steps.skipped;
     state->consumed_train_samples += samples;
     mt_loss_scale_finish(m, state, &m->trainer->results[entry], samples);
     return 0;
@@ -14798,7 +14919,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m, int level) {
 static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_arena *arena) {
     int64_t R = m->max_rows, rows = m->plan.max_logits;
     mt_slots slots = {.count = 0}, *s = &slots;
-    MT_OUTPUT_SLOT(s, hidden, R, m->C, m->dtype);
+    MT_OUTPUT_SLOT(s, hidden, R, m->C, m->residual_dtype);
     if (i > 0) {
         MT_OUTPUT_SLOT(s, embedded, R, m->C, m->dtype), MT_OUTPUT_SLOT(s, joined, R, 2 * m->C, m->dtype);
         MT_OUTPUT_SLOT(s, embedded_rstd, R, 1, MT_F32), MT_OUTPUT_SLOT(s, hidden_rstd, R, 1, MT_F32);
@@ -14850,7 +14971,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     }
     for (int i = 0; i < MT_NUM_LINKS; i++)
         for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
+            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->residual_dtype));
 }
 
 static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
@@ -14869,9 +14990,15 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
     const mt_options *o = m->options;
     mt_layer_scratch *s = &m->scratch;
     mt_mixer_widths z = mt_largest_widths(m);
+    int64_t residual_bytes = R * m->C * mt_dtype_size(m->residual_dtype);
+    if (mt_residual_is_wide(m)) {
+        s->rounded = mt_arena_alloc(arena, R * m->C * size);
+        if (m->plan.train) s->drounded = mt_arena_alloc(arena, R * m->C * size);
+        s->widened = mt_arena_alloc(arena, R * m->C * 4);
+    }
     if (m->plan.train) {
-        s->dresidual = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, R * m->C * size);
+        s->dresidual = mt_arena_alloc(arena, residual_bytes);
+        if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, residual_bytes);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
     }
@@ -14929,6 +15056,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
         if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    mt_arena adapters = {0};
+    for (int64_t i = 0; i < m->num_params; i++)
+        if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
+    m->adapter_table_bytes = adapters.used;
+    for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
     m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
     m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
@@ -15176,6 +15308,10 @@ static void mt_model_adapters(mt_model *m) {
             adapter->dropout.p = o->lora_dropout, adapter->first_channel = param->first_col;
             adapter->off = &m->adapters_off;
             adapter->scratch = param->expert >= 0 ? &m->experts->rows.adapter : &m->adapter_scratch;
+            adapter->table_size = m->plan.num_adapters;
+            MT_CHECK(adapter->table_size == 0 || param->expert < 0);
+            if (adapter->table_size > 0)
+                adapter->table = mt_model_calloc(m, adapter->table_size * (int64_t)sizeof *adapter->table);
         }
         if (is_a && param->expert == expert) adapter->R += param->rows;
         if (is_b && !param->continues) adapter->parts[adapter->num_parts++].first = param->first_output;
@@ -15652,6 +15788,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_experts_open(m, o);
     mt_model_linears(m);
     mt_model_adapters(m);
+    if (m->plan.num_adapters > 0)
+        m->adapter_tables = mt_model_calloc(m, m->plan.num_adapters * (int64_t)sizeof *m->adapter_tables);
     if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
     mt_mtp_share(m);
     mt_model_slots(m, m->options);
@@ -15717,6 +15855,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     if (!m->plan.loss) m->plan.loss = &mt_nll;
     m->dtype = mt_options_dtype(options), m->loss_scale = 1;
+    m->residual_dtype = options->fp32_residual_connection ? MT_F32 : m->dtype;
     m->reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (options->memory_limit > 0) ops->memory_limit(options->memory_limit);
     if (mt_model_partition(m, error) == 0 && mt_model_check_taps(m, error) == 0 && mt_model_allocate(m, error) == 0 &&
@@ -15920,6 +16059,45 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     }
 }
 
+/* The adapter of one linear, whose adapters' rows of the parameter table these are: the parts whose roles `own` names,
+ * with its rank, next to one another. */
+static mt_adapter mt_adapter_copy(mt_model *m, mt_arena *arena, const mt_param *rows, int64_t count,
+                                  const mt_options *own) {
+    const mt_adapter *all = (const mt_adapter *)(const void *)mt_param_weight(m, rows);
+    int64_t K = rows->cols, size = mt_dtype_size(m->dtype), part = 0, rank = own->lora_rank;
+    int64_t taken[MT_MAX_ADAPTER_PARTS];
+    mt_adapter to = {.rank = rank, .off = all->off, .scratch = all->scratch};
+    to.scale = (float)(own->lora_alpha / (double)rank);
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i].role != MT_LORA_B || rows[i].continues) continue;
+        if (mt_role_has_adapters(own, rows[i].adapts)) taken[to.num_parts++] = part;
+        part++;
+    }
+    to.R = to.num_parts * rank, to.a.w = mt_arena_alloc(arena, to.R * K * size);
+    for (int64_t n = 0; n < to.num_parts; n++) {
+        const mt_adapter_part *from = &all->parts[taken[n]];
+        to.parts[n] = (mt_adapter_part){.first = from->first, .N = from->N};
+        to.parts[n].b.w = mt_arena_alloc(arena, from->N * rank * size);
+        m->ops->memory_copy(mt_at(to.a.w, n * rank * K, m->dtype), mt_at(all->a.w, taken[n] * all->rank * K, m->dtype),
+                            rank * K * size, m->stream);
+        m->ops->memory_copy_rows(to.parts[n].b.w, rank * size, from->b.w, all->rank * size, from->N, rank * size,
+                                 m->stream);
+    }
+    return to;
+}
+
+void mt_model_keep_adapter(mt_model *m, int64_t index, const mt_options *own) {
+    MT_CHECK(index >= 0 && index < m->plan.num_adapters && own->lora_rank <= m->options->lora_rank);
+    mt_arena arena = {.base = m->adapter_tables[index], .capacity = m->adapter_table_bytes};
+    for (int64_t i = 0, next; i < m->num_params && mt_param_is_adapter(&m->params[i]); i = next) {
+        for (next = i + 1; next < m->num_params && mt_param_is_adapter(&m->params[next]); next++)
+            if (m->params[next].role == MT_LORA_A && !m->params[next].continues) break;
+        mt_adapter *held = (mt_adapter *)(void *)mt_param_weight(m, &m->params[i]);
+        held->table[index] = mt_adapter_copy(m, &arena, &m->params[i], next - i, own);
+    }
+    m->ops->stream_synchronize(m->stream); // the next adapter is loaded over this one
+}
+
 void mt_model_use_adapters(mt_model *m, bool used) {
     m->adapters_off = !used;
 }
@@ -16004,6 +16182,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         mb->context = NULL; // every context-parallel rank computes the whole batch
+        mb->adapter_rows = batch->adapter_rows;
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
@@ -16022,7 +16201,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
         p = mt_pass_begin(m, mb);
-        p.decode = true;
+        p.decode = true, p.adapter_rows = mb->adapter_rows;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
         int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
@@ -16030,11 +16209,12 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     }
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     void *hidden = p.mb->outputs[0].hidden;
+    void *chosen = mt_residual_is_wide(m) ? m->scratch.widened : m->scratch.block_out;
     if (!is_step)
-        m->ops->gather_rows(&(mt_row_args){rows, m->C, p.batch->logit_rows, .from = hidden, .to = m->scratch.block_out},
-                            m->dtype, m->stream);
+        m->ops->gather_rows(&(mt_row_args){rows, m->C, p.batch->logit_rows, .from = hidden, .to = chosen},
+                            m->residual_dtype, m->stream);
     p.T = p.tp.T = p.rows = p.tp.rows = rows;
-    mt_output_forward(m, &p, is_step ? hidden : m->scratch.block_out);
+    mt_output_forward(m, &p, is_step ? hidden : chosen);
 }
 
 /* True if forwards of one data-parallel replica do not wait for another replica. All stages of a pipeline agree: one
@@ -16051,6 +16231,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const in
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
     if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
+    if (batch->adapter_rows && batch->adapter_rows[m->plan.num_adapters] > 0) return false; // the rows of each differ
     for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1 || rows[i] != i) return false;
     return true;
@@ -16187,11 +16368,21 @@ typedef struct mt_cache_slot {
     int64_t num_pages;
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
+    int64_t adapter;  // mt_sequence.adapter of the tokens
     /* with states, which stand after a number of tokens; 0: no state */
     int64_t state_tokens; // the running state, before the forward at hand
     int64_t kept_tokens;  // the kept state
     int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
 } mt_cache_slot;
+
+/* A forward as it was filled: see mt_batcher_order. */
+typedef struct mt_added {
+    mt_span *spans;
+    int64_t *adapters;                                // of the spans
+    int32_t *tokens, *positions, *cache_rows, *moved; // moved: the new row of each
+    int32_t *logit_rows;
+    int64_t *logit_sequences;
+} mt_added;
 
 static int64_t mt_pages_per_slot(const mt_batcher_plan *plan) {
     return mt_text_rows(plan->max_length, plan->page_rows) / plan->page_rows;
@@ -16210,6 +16401,17 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
         b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
         b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
+        if (plan->num_adapters > 0) {
+            b->batch.adapter_rows = mt_arena_alloc(&arena, (plan->num_adapters + 1) * 8);
+            int64_t T = plan->max_tokens;
+            mt_added *added = b->added = mt_arena_alloc(&arena, (int64_t)sizeof *added), unused;
+            if (pass == 0) added = &unused;
+            added->spans = mt_arena_alloc(&arena, T * (int64_t)sizeof *added->spans);
+            added->adapters = mt_arena_alloc(&arena, T * 8), added->logit_sequences = mt_arena_alloc(&arena, T * 8);
+            added->tokens = mt_arena_alloc(&arena, T * 4), added->positions = mt_arena_alloc(&arena, T * 4);
+            added->cache_rows = mt_arena_alloc(&arena, T * 4), added->moved = mt_arena_alloc(&arena, T * 4);
+            added->logit_rows = mt_arena_alloc(&arena, T * 4);
+        }
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
         b->references = mt_arena_alloc(&arena, plan->num_pages * 4);
@@ -16292,11 +16494,17 @@ static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limi
     return n;
 }
 
+/* The same for a slot's text and a sequence: another adapter has other keys and values. */
+static int64_t mt_cache_slot_equal(const mt_cache_slot *s, const mt_sequence *sequence) {
+    if (s->adapter != sequence->adapter) return 0;
+    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+}
+
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
  * that is computed, which can be copied; with states, up to a state. At least one token is left, whose logits are
  * needed. */
 static int64_t mt_cache_slot_common(const mt_batcher *b, const mt_cache_slot *s, const mt_sequence *sequence) {
-    int64_t n = mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t n = mt_cache_slot_equal(s, sequence);
     int64_t computed = mt_min(n, s->num_computed);
     int64_t kept = s->kept_tokens <= computed ? s->kept_tokens : 0;
     if (b->plan.has_states) return s->state_tokens <= computed ? mt_max(s->state_tokens, kept) : kept;
@@ -16311,10 +16519,10 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
     const mt_sequence *own = &sequences[i];
     int64_t most = 0, seen = 0;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++)
-        most = mt_max(most, mt_tokens_common(s->tokens, own->tokens, mt_min(s->num_cached, own->num_tokens - 1)));
+        most = mt_max(most, mt_cache_slot_equal(s, own));
     for (int64_t j = i + 1; j < count && seen < b->plan.max_sequences; j++) {
         const mt_sequence *other = &sequences[j];
-        if (other->slot >= 0 || other->finish != MT_UNFINISHED) continue;
+        if (other->slot >= 0 || other->finish != MT_UNFINISHED || other->adapter != own->adapter) continue;
         int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
         most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
     }
@@ -16327,6 +16535,7 @@ static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, 
     if (own->views_prompt) return false;
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
+        is_later = is_later && s->adapter == own->adapter;
         if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
             return true;
     }
@@ -16376,6 +16585,7 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     mt_cache_slot *s = &b->slots[slot];
     s->num_cached = full * rows, s->num_computed = mt_min(computed, full * rows);
     memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
+    s->adapter = sequence->adapter;
     s->sequence = i; // from here on its pages are not freed
     int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
     if (!mt_pages_reserve(b, needed + wanted)) {
@@ -16408,6 +16618,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t start = b->batch.num_tokens, cached = s->num_cached, rows = b->plan.page_rows;
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
+    bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
+    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
     if (count == 0) return;
@@ -16416,10 +16628,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
+    if (b->added) b->added->adapters[b->batch.num_spans] = sequence->adapter;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (wanted > 1 || cached < sequence->num_prompt) b->num_prefill += count;
+    if (is_prefill) b->num_prefill += count;
     viewed = mt_min(viewed, count), b->num_viewed += viewed;
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
@@ -16435,6 +16648,38 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
 }
 
+/* Moves the tokens of each adapter next to one another, those without one last. Attention reads the keys of this
+ * forward from the cache, so that the order of spans has no effect there. */
+static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
+    mt_batch *batch = &b->batch;
+    mt_added *old = b->added;
+    int64_t n = b->plan.num_adapters, T = batch->num_tokens, num_logits = b->num_logits, spans = 0, row = 0, logits = 0;
+    memcpy(old->spans, batch->spans, (size_t)batch->num_spans * sizeof *old->spans);
+    memcpy(old->tokens, batch->tokens, (size_t)T * 4), memcpy(old->positions, batch->positions, (size_t)T * 4);
+    memcpy(old->cache_rows, b->cache_rows, (size_t)T * 4);
+    memcpy(old->logit_rows, b->logit_rows, (size_t)num_logits * 4);
+    memcpy(old->logit_sequences, b->logit_sequences, (size_t)num_logits * 8);
+    for (int64_t place = 0; place <= n; place++) {
+        int64_t adapter = place < n ? place + 1 : 0;
+        batch->adapter_rows[place] = row;
+        for (int64_t i = 0; i < batch->num_spans; i++) {
+            mt_span span = old->spans[i];
+            if (old->adapters[i] != adapter) continue;
+            for (int64_t t = span.q_start; t < span.q_start + span.q_len; t++, row++) {
+                batch->tokens[row] = old->tokens[t], batch->positions[row] = old->positions[t];
+                b->cache_rows[row] = old->cache_rows[t], old->moved[t] = (int32_t)row;
+            }
+            span.q_start = row - span.q_len, batch->spans[spans++] = span;
+        }
+        for (int64_t i = 0; i < num_logits; i++) {
+            int64_t sequence = old->logit_sequences[i];
+            if (sequences[sequence].adapter != adapter) continue;
+            b->logit_rows[logits] = old->moved[old->logit_rows[i]], b->logit_sequences[logits++] = sequence;
+        }
+    }
+    MT_CHECK(row == T && logits == num_logits);
+}
+
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
     b->num_state_copies = 0;
@@ -16445,6 +16690,7 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
         MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
+        MT_CHECK(sequences[i].adapter >= 0 && sequences[i].adapter <= b->plan.num_adapters);
     }
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
@@ -16456,9 +16702,11 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
+        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
+    if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
 }
 
@@ -16512,6 +16760,7 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
+    batching.num_adapters = plan->num_adapters;
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
@@ -16673,6 +16922,11 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
+}
+
+void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
+    MT_CHECK(tokens > 0);
+    g->batcher->max_prefill = tokens;
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {
@@ -17537,7 +17791,7 @@ static void mt_cpu_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtyp
         if (a->gate_first) x = gated;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < D; c++) sum += x[c] * x[c];
-        float factor = a->rstd[r] = 1 / sqrtf(sum / (float)D + a->eps);
+        float factor = a->rstd[r] = 1 / sqrtf((a->means ? a->means[r] : sum / (float)D) + a->eps);
         for (int64_t c = 0; c < D; c++) y[c] = x[c] * factor * w[c] * (a->gate_first ? 1 : mt_gated_norm_gate(a, z[c]));
         mt_row_close(a->y, r * D, y, D, dtype);
     }
@@ -17583,7 +17837,7 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
             g[c] = dy[c] * w[c] * (a->gate_first ? 1 : open);
             dot += g[c] * x[c] * (a->gate_first ? open : 1);
         }
-        float projection = dot * factor * factor / (float)D;
+        float projection = (a->means ? a->means[r] : dot / (float)D) * factor * factor;
         for (int64_t c = 0; c < D; c++) {
             float open = mt_gated_norm_gate(a, z[c]), slope = mt_gated_norm_slope(a, z[c]), value = x[c];
             if (a->gate_first) {
@@ -17596,6 +17850,25 @@ static void mt_cpu_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dty
         }
         mt_row_close(a->dx, r * D, dx, D, dtype);
         mt_row_close(a->dz, dz_row, dz, D, dtype);
+    }
+}
+
+static void mt_cpu_gated_norm_means(const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->D;
+    MT_CHECK(a->gate_first);
+    mt_scratch scratch = mt_scratch_reserve(4 * D);
+#pragma omp parallel for if (a->T * a->H * D > MT_PARALLEL)
+    for (int64_t r = 0; r < a->T * a->H; r++) {
+        float *slice = mt_scratch_slice(scratch), sum = 0;
+        const float *x = mt_row_load(slice, a->x, r * D, D, dtype);
+        const float *z = mt_row_load(slice + D, a->z, mt_gated_norm_at(a, r, a->z_stride), D, dtype);
+        const float *w = mt_row_load(slice + 2 * D, a->w, mt_gated_norm_weight_at(a, r), D, dtype);
+        const float *dy = a->dy ? mt_row_load(slice + 3 * D, a->dy, r * D, D, dtype) : NULL;
+        for (int64_t c = 0; c < D; c++) {
+            float u = x[c] * mt_silu(1, z[c]);
+            sum += u * (dy ? dy[c] * w[c] : u);
+        }
+        means[r] = sum / (float)D;
     }
 }
 #pragma GCC diagnostic pop
@@ -18412,8 +18685,9 @@ static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_sta
 
 /* ==== §18b the mixer ============================================================================================== */
 /* Tensor-parallel ranks share the groups with their heads: each has the same share of z, x, B, C, dt, of the taps, the
- * norm and the state, and the output linear sums over the ranks. Context-parallel ranks pass states as in §17b; the
- * map of a head is its local state and one number, so it costs half of a forward. */
+ * norm and the state, and the output linear sums over the ranks. With fewer groups than ranks, neighbours compute the
+ * same B and C for heads of their own, and the norm of a group takes its mean over them. Context-parallel ranks pass
+ * states as in §17b; the map of a head is its local state and one number, so it costs half of a forward. */
 
 /* The sizes of Mamba-2 on this rank. */
 typedef struct mt_mamba_sizes {
@@ -18425,7 +18699,7 @@ typedef struct mt_mamba_sizes {
 static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
     const mt_options *o = m->options;
     int64_t ranks = m->grid->tensor.size;
-    mt_mamba_sizes z = {.G = o->mamba_num_groups / ranks, .H = o->mamba_num_heads / ranks};
+    mt_mamba_sizes z = {.G = mt_max(o->mamba_num_groups / ranks, 1), .H = o->mamba_num_heads / ranks};
     z.N = o->mamba_state_dim, z.P = o->mamba_head_dim, z.inner = z.H * z.P;
     z.conv = z.inner + 2 * z.G * z.N, z.in = z.inner + z.conv + z.H;
     return z;
@@ -18487,6 +18761,22 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
     return n;
 }
 
+/* Gives the norm the means of its rows, where ranks share a group. Each has as many channels of it, so its mean is the
+ * mean of theirs. */
+static void mt_mamba_means(const mt_model *m, const mt_pass *p, mt_gated_norm_args *norm) {
+    const mt_group *replicas = &m->grid->key_replicas;
+    float *means = m->scratch.group_means;
+    if (replicas->size == 1) return;
+    m->ops->gated_norm_means(norm, means, m->dtype, p->stream);
+    m->ops->all_reduce(means, norm->T, MT_SUM, MT_F32, replicas, p->stream);
+    m->ops->scale(means, 1.0f / (float)replicas->size, norm->T, MT_F32, p->stream);
+    norm->means = means;
+}
+
+static void mt_mamba_scratch(mt_model *m, mt_arena *arena) {
+    if (m->grid->key_replicas.size > 1) m->scratch.group_means = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+}
+
 static void mt_mamba_carry_step(const void *call, const mt_carried_state *state, bool backward) {
     const mt_carry_call *c = call;
     const mt_ops *ops = c->m->ops;
@@ -18511,6 +18801,7 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_mamba_carry_states(m, p, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
+    mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -18526,6 +18817,7 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     MT_CHECK(!block->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), block->dout, s->dattended);
     norm.dy = s->dattended, norm.dx = s->ddelta, norm.dz = s->dqkv;
+    mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
@@ -18573,6 +18865,10 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
         {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
          "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
          {o->mamba_head_dim, l->ssd_columns}},
+        {l->no_plain && o->mamba_num_groups < o->tensor_model_parallel_size,
+         "--mamba-num-groups %lld below --tensor-model-parallel-size %lld runs on the CPU only so far; take --device "
+         "cpu, or fewer tensor-parallel ranks",
+         {o->mamba_num_groups, o->tensor_model_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -18583,6 +18879,7 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .backward = mt_mamba_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_mamba_widths,
+                                            .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
                                             .check_limits = mt_mamba_check_limits};
 
@@ -18766,7 +19063,7 @@ static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
 
-/* scores[count] of its keys; what is not a number is the least. */
+/* scores[count] of its keys. */
 static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
     for (int64_t j0 = 0, columns; j0 < query->keys.count; j0 += columns) {
         columns = mt_min(MT_KEYS, query->keys.count - j0);
@@ -18777,11 +19074,18 @@ static void mt_indexer_scores(float *scores, const mt_indexer_query *query) {
             const float *products = query->products + h * columns;
             float weight = query->a->scale * query->weights[h];
 #pragma omp simd
-            for (int64_t j = 0; j < columns; j++) row[j] += weight * (products[j] > 0 ? products[j] : 0);
+            for (int64_t j = 0; j < columns; j++) row[j] += weight * (products[j] <= 0 ? 0 : products[j]); // NaN stays
         }
-        for (int64_t j = 0; j < columns; j++)
-            if (isnan(row[j])) row[j] = -INFINITY;
     }
+}
+
+/* Scores that are not numbers become the least; then attention's query row t is none either. */
+static void mt_indexer_check_scores(const mt_indexer_args *a, float *scores, int64_t count, int64_t t, mt_dtype dtype) {
+    float bad = NAN;
+    bool is_bad = false;
+    for (int64_t j = 0; j < count; j++)
+        if (isnan(scores[j])) scores[j] = -INFINITY, is_bad = true;
+    if (is_bad && a->attention_q) mt_row_store(a->attention_q, t * a->attention_q_stride, &bad, 1, dtype);
 }
 
 static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
@@ -18794,7 +19098,10 @@ static void mt_cpu_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_
         mt_indexer_query query = mt_indexer_open(a, a->first_row + row, true, copy + 3 * longest, dtype);
         int64_t seen = query.keys.count, all = query.keys.span ? query.keys.span->k_len : 0;
         if (query.keys.span && a->lengths) all = a->lengths[query.keys.span - a->spans->host];
-        if (seen > a->topk) mt_indexer_scores(scores, &query);
+        if (seen > a->topk) {
+            mt_indexer_scores(scores, &query);
+            mt_indexer_check_scores(a, scores, seen, a->first_row + row, dtype);
+        }
         for (int64_t j = 0; j < seen && seen <= a->topk; j++) scores[j] = 0; // all are selected
         for (int64_t j = seen; j < all; j++) scores[j] = -INFINITY;
         if (seen > a->topk && a->ties == MT_TIES_TORCH && all < 64 * a->topk)
@@ -18826,7 +19133,7 @@ static void mt_indexer_product_slopes(const mt_indexer_query *query, const float
     for (int64_t h = 0; h < query->a->H; h++) {
         const float *products = query->products + h * columns;
         float *to = query->slopes + h * columns, weight = query->a->scale * query->weights[h];
-        for (int64_t j = 0; j < columns; j++) to[j] = products[j] > 0 ? weight * slopes[j] : 0;
+        for (int64_t j = 0; j < columns; j++) to[j] = products[j] <= 0 ? 0 : weight * slopes[j];
     }
 }
 
@@ -18845,7 +19152,7 @@ static void mt_indexer_backward_query(const mt_indexer_query *query, const float
         for (int64_t h = 0; h < H; h++)
             for (int64_t j = 0; j < columns; j++) {
                 float product = query->products[h * columns + j];
-                if (product > 0) dweights[h] += a->scale * slopes[j0 + j] * product;
+                if (!(product <= 0)) dweights[h] += a->scale * slopes[j0 + j] * product;
             }
     }
     mt_row_store(a->dq, row * H * D, dq, H * D, query->dtype);
@@ -19188,6 +19495,7 @@ static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, 
     m->ops->rope_forward(&q_rope, m->dtype, p->stream);
     m->ops->rope_forward(&k_rope, m->dtype, p->stream);
     mt_indexer_args call = mt_indexer_call(m, p, a);
+    call.attention_q = a->q, call.attention_q_stride = m->H * m->D;
     if (p->decode) {
         m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
                                             .to = m->indexer_cache[layer], .from_stride = D},

@@ -725,8 +725,9 @@ typedef struct mt_options {
     mt_rerun_mode rerun_mode;
     int64_t error_injection_rate; // of so many micro-batches of a rank one makes its step faulty, on average; 0: none
     mt_injected_error error_injection_type;
-    bool bf16, fp16;   // the type of weights and activations; neither: fp32
-    double loss_scale; // of fp16; 0: found by each step, by the numbers below
+    bool bf16, fp16;               // the type of weights and activations; neither: fp32
+    bool fp32_residual_connection; // the residual stream is fp32 beside them
+    double loss_scale;             // of fp16; 0: found by each step, by the numbers below
     double initial_loss_scale, min_loss_scale;
     int64_t loss_scale_window, hysteresis;
     int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
@@ -1545,7 +1546,9 @@ typedef struct mt_gated_norm_args {
     int64_t z_stride, dz_stride;
     float eps;
     bool gate_first, weight_per_head;
-    bool sigmoid; // the gate is sigmoid(z), behind the norm; else SiLU
+    bool sigmoid;       // the gate is sigmoid(z), behind the norm; else SiLU
+    const float *means; // gate_first, where other ranks have more channels of a head: [T, H], over all channels, of u^2
+                        // (forward) or dy w u (backward) with u = x silu(z); NULL: computed here
 } mt_gated_norm_args;
 
 /* The operands of a product, element by element. */
@@ -1661,6 +1664,10 @@ typedef struct mt_indexer_args {
     const void *k;       // [Tk, D]
     const void *weights; // [rows, H]
     int32_t *selected;   // [rows, topk]: the forward's result: numbers of keys in the span, ascending, then -1
+    /* Attention's queries [Tq, attention_q_stride]. No number passes from scores to attention but the choice, so where
+     * a score that decides is not a number, the forward makes the first element of the query NaN. NULL: not. */
+    void *attention_q;
+    int64_t attention_q_stride;
     /* the loss of a block of query rows: see mt_sparse_attention.shares */
     int64_t block, block_rows;  // [block, block + block_rows): those of other ranks are left out
     int64_t width;              // columns of shares and slopes
@@ -1695,7 +1702,10 @@ typedef struct mt_sparse_attention {
        mt_stream *stream)                                                                                              \
     /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
     OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
+    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
+    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
+       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -2601,7 +2611,7 @@ typedef struct mt_grid {
     mt_group context_a2a;     // neighbours in the context group that exchange tokens for heads (all-to-all)
     mt_group context_ring;    // ranks with the same index in their context_a2a groups: the ring of attention
     mt_group kv_replicas;     // ranks of the tensor group that hold the same key and value head
-    mt_group key_replicas;    // the same of a key head of linear attention
+    mt_group key_replicas;    // the same of a key head of linear attention, or of a group of Mamba-2
     mt_group context_blocks[MT_CONTEXT_BLOCKS]; // dynamic context parallelism: 2, 4, 8 ... neighbours in `context`
 } mt_grid;
 
@@ -2616,7 +2626,7 @@ typedef struct mt_grid_shape {
     int64_t num_query_groups;
     int64_t context_a2a;       // size of that group; 0 means 1
     bool context_blocks;       // dynamic context parallelism; the size of `context` is then a power of two
-    int64_t linear_key_heads;  // of gated delta nets; 0: none
+    int64_t linear_key_heads;  // of gated delta nets, or groups of Mamba-2; 0: none
     bool pipeline_before_data; // --use-tp-pp-dp-mapping
 } mt_grid_shape;
 
@@ -2828,6 +2838,10 @@ typedef struct mt_adapter {
     int64_t first_channel; // of x, in the whole model
     const bool *off;       // the model's switch: true: y is that of the base
     const mt_adapter_scratch *scratch;
+    /* [table_size], mt_model_plan.num_adapters: the table's adapters of this linear, R 0: none. Then this struct is
+     * only the place where an adapter is loaded */
+    struct mt_adapter *table;
+    int64_t table_size;
 } mt_adapter;
 
 /* y = x w^T + bias. N and K are this rank's sizes. */
@@ -2854,8 +2868,9 @@ typedef struct mt_row_groups {
 /* The pass that a linear is used in. */
 typedef struct mt_linear_pass {
     const mt_tensor_parallel *tp;
-    bool training;              // delayed scaling records the largest values of operands; adapters drop out
-    const int64_t *token_index; // [T], for the adapters' dropout
+    bool training;               // delayed scaling records the largest values of operands; adapters drop out
+    const int64_t *token_index;  // [T], for the adapters' dropout
+    const int64_t *adapter_rows; // mt_batch.adapter_rows
 } mt_linear_pass;
 
 /* The operands of one use of a linear; a function reads those it needs. */
@@ -3210,7 +3225,7 @@ typedef enum mt_gradient {
     MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
     MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
     MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
-    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention: sum over key_replicas
+    MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
 
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
@@ -3367,8 +3382,10 @@ typedef struct mt_batch {
     int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout;
                           // negative: padding, which visits no expert and is in no auxiliary loss
     int64_t num_spans;
-    mt_span *spans;                         // room for one span a token
-    int32_t *pages;                         // decoding over a cache in pages: the page table, memory of the caller
+    mt_span *spans;        // room for one span a token
+    int32_t *pages;        // decoding over a cache in pages: the page table, memory of the caller
+    int64_t *adapter_rows; // decoding with mt_model_plan.num_adapters: tokens [adapter_rows[i], adapter_rows[i + 1])
+                           // have adapter i of the table, others none; memory of the caller. NULL: all have none
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
@@ -3502,11 +3519,12 @@ typedef struct mt_model_plan {
     int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
     int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
     int64_t max_position;    // positions that tokens may have (rotary tables)
-    int64_t host_memory;     // bytes of this host that all its ranks may use together; 0: the machine's memory
-    bool train;              // gradients, optimizer state and saved activations
-    bool counts;             // only counts bytes: no memory is allocated, and the model can do nothing
-    const mt_loss *loss;     // of the head and of modules of multi-token prediction; NULL: mt_nll
-    int64_t num_taps;        // outputs of layers that a loss or a score sink reads, on the host
+    int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any
+    int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
+    bool train;           // gradients, optimizer state and saved activations
+    bool counts;          // only counts bytes: no memory is allocated, and the model can do nothing
+    const mt_loss *loss;  // of the head and of modules of multi-token prediction; NULL: mt_nll
+    int64_t num_taps;     // outputs of layers that a loss or a score sink reads, on the host
     int64_t taps[MT_MAX_HIDDEN_PAIRS]; // layers from 0, all on the stage with the loss, or MT_TAP_FINAL_NORM
 } mt_model_plan;
 
@@ -3589,6 +3607,13 @@ void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 /* Switches the adapters of a model off (`used` false) or on again: the forwards between, which do not train, are those
  * of its base and leave no trace. Decoding does so without a graph. */
 void mt_model_use_adapters(mt_model *model, bool used);
+
+/* Several adapters over one base. Copies the adapter that the model holds, as it was loaded, to row `index` of the
+ * table that plan.num_adapters asked for. `own` are the options of a model with this adapter alone: its lora_rank, at
+ * most the model's, lora_alpha and lora_roles, which the model's include. Decoding multiplies a token's rows by the
+ * matrices of its adapter (mt_batch.adapter_rows, mt_sequence.adapter) and by no other, in the products of that model.
+ * Adapters of experts have no table. */
+void mt_model_keep_adapter(mt_model *model, int64_t index, const mt_options *own);
 
 /* Repeats the last forward of a model on one pipeline rank, between that forward and its backward: writes the same
  * activations and changes nothing else. No loss, load, auxiliary loss or gradient counts twice. Recomputation replays
@@ -3822,7 +3847,8 @@ typedef struct mt_run_state {
     int64_t iteration;              // steps done
     int64_t consumed_train_samples; // sequences trained on
     int64_t consumed_valid_samples;
-    int64_t optimizer_step; // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t optimizer_step;     // updates by AdamW, for its bias correction, up to the last step that was checked
+    int64_t skipped_iterations; // steps without an update, up to the last step that was checked
     /* fp16 */
     mt_loss_scaler loss_scaler;
     int64_t skipped_samples; // of the steps that it skipped, which the schedules of learning rates do not count
@@ -3848,7 +3874,7 @@ typedef struct mt_metrics {
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
     double seconds;      // time for these tokens, at the mean rate of all steps since metrics were last read
-    int64_t skipped;     // steps of this run without an update, up to and including this one
+    int64_t skipped;     // steps of this run without an update, up to and including this one, also before a resume
     double data_seconds; // this rank waited for the samples of this step
     double loss_scale;   // in fp16, of this step; else 0
     double num_zeros;    // elements of the gradients that are 0, if options->log_num_zeros_in_grad
@@ -3947,6 +3973,9 @@ void mt_train_name_fault(mt_model *model, const char *operand);
 /* state->optimizer_step with the steps that are enqueued, for a checkpoint: mt_train_step sees later which of them made
  * an update. Waits for the device. */
 int64_t mt_train_updates(mt_model *model, const mt_run_state *state);
+
+/* state->skipped_iterations with the steps that were checked since, for a checkpoint: after mt_train_finish all. */
+int64_t mt_train_skipped(const mt_model *model, const mt_run_state *state);
 void mt_train_set_loss_average(mt_model *model, const mt_loss_average *average);
 
 /* The state of delayed scaling of this rank's linears. A checkpoint has it, so that a run continues bit for bit. The
@@ -3998,6 +4027,7 @@ typedef struct mt_sequence {
     mt_logits_view *view;        // sees the logits of every new token; NULL: none
     void *view_context;
     bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
+    int64_t adapter;   // of the model's table, from 1; 0: none
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -4062,6 +4092,10 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
+/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
+ * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
 
@@ -4085,9 +4119,10 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages;  // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;    // layers keep states: a text shares a prefix only where a state stands
-    int64_t max_viewed; // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_pages;    // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;      // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed;   // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_adapters; // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
 } mt_batcher_plan;
 
 typedef struct mt_batcher {
@@ -4104,8 +4139,10 @@ typedef struct mt_batcher {
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
     int64_t num_prefill; // tokens of prompts, and of sequences that were put back
+    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
     /* private */
     struct mt_cache_slot *slots;
+    struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
     int32_t *references, *free_pages; // [num_pages] users of each page; the pages without one
     int64_t num_free, num_forwards;
 } mt_batcher;

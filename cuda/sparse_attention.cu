@@ -101,6 +101,9 @@ template <class E> struct indexer_task {
     int H, D;
     float scale;
     bool wide; // keys allow 16-byte loads
+    bool is_loss;
+    E *attention_q; // see mt_indexer_args
+    int64_t attention_q_stride;
 
     /* Row `i` of the launch is query row query(i). */
     __device__ int64_t query(int64_t i) const {
@@ -112,6 +115,12 @@ template <class E> struct indexer_task {
     __device__ int64_t length(const query_keys &keys) const {
         return lengths ? lengths[keys.number] : keys.span.k_len;
     }
+    /* The score of query row t and a key, to store. For the choice of keys the least if it is not a number. */
+    __device__ float checked(float score, int64_t t) const {
+        if (!isnan(score) || is_loss) return score;
+        if (attention_q) attention_q[t * attention_q_stride] = mt_from_float<E>(NAN);
+        return -INFINITY;
+    }
     __device__ int64_t key_row(const query_keys &keys, int64_t t, int64_t j) const {
         return mt_key_row(pages, keys.span.k_start + (listed ? listed[(t - first_row) * topk + j] : j));
     }
@@ -122,13 +131,14 @@ template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     task.q = (const E *)a->q, task.k = (const E *)a->k, task.weights = (const E *)a->weights;
     task.spans = a->spans->device, task.num_spans = a->spans->count, task.pages = a->pages;
     task.first_row = a->first_row, task.topk = a->topk, task.H = (int)a->H, task.D = (int)a->D;
+    task.attention_q = (E *)a->attention_q, task.attention_q_stride = a->attention_q_stride;
     task.lengths = a->lengths, task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
     return task;
 }
 
-/* The sum over heads of a query and a key. A head that is not positive, or is not a number, adds nothing. */
+/* The term of a head in the score of a query and a key. NaN stays. */
 __device__ static float positive(float product) {
-    return product > 0 ? product : 0;
+    return mt_maximum(product, 0.0f);
 }
 
 /* Any operands: a thread for each key of a query. Heads take turns, so that a key is read once for each. */
@@ -148,7 +158,7 @@ template <class E> __global__ void __launch_bounds__(PLAIN) plain_scores(const i
         float weight = task.scale * mt_to_float(task.weights[row * task.H + h]);
         if (j < count) score += weight * positive(dot_row(q, k, task.D, task.wide));
     }
-    if (j < count) task.scores[(int64_t)blockIdx.y * task.columns + j] = isnan(score) ? -INFINITY : score;
+    if (j < count) task.scores[(int64_t)blockIdx.y * task.columns + j] = task.checked(score, t);
 }
 
 /* Tensor cores: 16 HEADS heads of up to D channels, keys without pages and lists. A warp has a query; a block of 8
@@ -257,7 +267,7 @@ template <class E, int HEADS, int D> __global__ void __launch_bounds__(THREADS, 
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             int j = begin + col_of(g, e);
-            if (j >= 0 && j < count) scores[j] = isnan(sums[0][e]) ? -INFINITY : sums[0][e];
+            if (j >= 0 && j < count) scores[j] = task.checked(sums[0][e], t);
         }
     }
     mt_copies_wait();
@@ -593,7 +603,7 @@ __global__ void __launch_bounds__(PLAIN)
             int64_t key = task.key_row(keys, t, j);
             float product = dot_row(q, task.k + key * D, D, task.wide);
             rows[threadIdx.x] = key;
-            if (product > 0) factors[threadIdx.x] = weight * slopes[j], dweight += task.scale * slopes[j] * product;
+            if (!(product <= 0)) factors[threadIdx.x] = weight * slopes[j], dweight += task.scale * slopes[j] * product;
         }
         __syncthreads();
         int end = left < PLAIN ? (int)left : (int)PLAIN;
@@ -653,9 +663,9 @@ __global__ void __launch_bounds__(PLAIN)
             int h = base + (int)threadIdx.x, end = min(H - base, (int)PLAIN);
             __syncthreads();
             if (h < H)
-                factors[threadIdx.x] = dot_row(k, heads + (int64_t)h * D, D, task.wide) > 0
-                                           ? task.scale * mt_to_float(weights[h]) * slope
-                                           : 0;
+                factors[threadIdx.x] = dot_row(k, heads + (int64_t)h * D, D, task.wide) <= 0
+                                           ? 0
+                                           : task.scale * mt_to_float(weights[h]) * slope;
             __syncthreads();
             for (int c = (int)threadIdx.x; c < D; c += PLAIN) {
                 float sum = sums[c];
@@ -681,7 +691,7 @@ template <class E> static void indexer_backward(const mt_indexer_args *a, mt_str
     indexer_task<E> task = task_of<E>(a);
     task.wide = task.wide && rows_are_wide<E>(a->q, a->D, a->D);
     task.first = begin, task.rows = end - begin, task.least = 0, task.columns = mt_cuda_score_columns(a->width);
-    task.listed = a->all_keys ? NULL : a->selected;
+    task.listed = a->all_keys ? NULL : a->selected, task.is_loss = true;
     char *memory = (char *)mt_cuda_workspace(stream, MT_CUDA_LOSS_ROWS * (task.columns * 4 + 16));
     query_loss *losses = (query_loss *)memory;
     task.scores = (float *)(memory + MT_CUDA_LOSS_ROWS * 16);

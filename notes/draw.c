@@ -3961,6 +3961,88 @@ static void draw_serving(const char *folder) {
     picture_close(&p);
 }
 
+/* A row of notes/serving-load.txt, which tests/record_serve.sh writes: means at a load, a share of the server's rate.
+ */
+enum { MAX_LOADS = 16, LOAD_COLUMNS = 10 };
+typedef struct loads {
+    double rows[MAX_LOADS][LOAD_COLUMNS];
+    int count;
+} loads;
+enum { LOAD, OFFERED, ANSWERED, REFUSED, BATCH, QUEUE, PAGES, WAIT_MS, FIRST_MS, REQUEST_MS };
+
+static loads read_loads(void) {
+    static const char path[] = "notes/serving-load.txt";
+    FILE *file = fopen(path, "r");
+    loads l = {.count = 0};
+    char row[512];
+    if (!file) mt_die("%s: cannot be read; run tests/record_serve.sh", path);
+    while (fgets(row, sizeof row, file)) {
+        char *at = row;
+        if (*row == '#') continue;
+        MT_CHECK(l.count < MAX_LOADS);
+        for (int i = 0; i < LOAD_COLUMNS; i++) l.rows[l.count][i] = strtod(at, &at);
+        l.count++;
+    }
+    fclose(file);
+    if (l.count < 2) mt_die("%s: has %d rows; run tests/record_serve.sh", path, l.count);
+    return l;
+}
+
+/* A plot of columns over the load, from 0 to `most`, with the names of the columns above it. */
+static void plot_loads(picture *p, const loads *l, double x, const char *title, double most, const char *unit,
+                       const int *columns, const char *const *names, int count) {
+    static const char *const strokes[] = {"#2f6fab", "#c55a11", "#548235"};
+    const double top = 92, width = 226, height = 160, last = l->rows[l->count - 1][LOAD];
+    text(p, x, 28, START, "%s", title);
+    for (int i = 0; i <= 4; i++) {
+        double y = top + height - height * i / 4;
+        line(p, x, y, x + width, y, i ? "#e4e6e0" : INK, 1);
+        text(p, x - 6, y + 4, END, "%.4g%s", most * i / 4, unit);
+    }
+    for (int r = 0; r < l->count; r++)
+        if (r % 2 == 0 || r + 1 == l->count)
+            text(p, x + width * l->rows[r][LOAD] / last, top + height + 16, MIDDLE, "%.3g", l->rows[r][LOAD]);
+    for (int c = 0; c < count; c++) {
+        double before_x = 0, before_y = 0;
+        box(p, x, 38 + 16 * c, 10, 10, strokes[c]);
+        text(p, x + 16, 47 + 16 * c, START, "%s", names[c]);
+        for (int r = 0; r < l->count; r++) {
+            double at = x + width * l->rows[r][LOAD] / last;
+            double y = top + height - height * mt_minimum(l->rows[r][columns[c]] / most, 1);
+            if (r > 0) line(p, before_x, before_y, at, y, strokes[c], 2);
+            before_x = at, before_y = y;
+        }
+    }
+}
+
+/* The least of 1, 2, 4, 5 and 8 times a power of 10 that is not less. */
+static double round_up(double value) {
+    static const double steps[] = {1, 2, 4, 5, 8, 10};
+    double power = pow(10, floor(log10(value)));
+    int i = 0;
+    while (steps[i] * power < value * 0.999999) i++;
+    return steps[i] * power;
+}
+
+static void draw_serving_load(const char *folder) {
+    picture p =
+        picture_open(folder, "serving-load", "Batch, queue, latencies and pages of a server by its load", 900, 300);
+    const loads l = read_loads();
+    double most = 0, longest = 0;
+    for (int r = 0; r < l.count; r++) {
+        most = mt_maximum(most, mt_maximum(l.rows[r][BATCH], l.rows[r][QUEUE]));
+        longest = mt_maximum(longest, l.rows[r][REQUEST_MS]);
+    }
+    plot_loads(&p, &l, 50, "Requests", round_up(most), "", (int[]){BATCH, QUEUE},
+               (const char *[]){"in the batch (8 at most)", "in the queue (32 at most)"}, 2);
+    plot_loads(&p, &l, 358, "Milliseconds", round_up(longest), "", (int[]){WAIT_MS, FIRST_MS, REQUEST_MS},
+               (const char *[]){"in the queue", "until the first token", "until the end"}, 3);
+    plot_loads(&p, &l, 656, "Shares", 1, "", (int[]){PAGES, REFUSED},
+               (const char *[]){"of pages in use", "of requests refused (429)"}, 2);
+    text(&p, 450, 290, MIDDLE, "load: requests offered, as a share of the rate of 16 clients in a loop");
+    picture_close(&p);
+}
+
 /* ---- schedules as JSON, for notes/book/explorer.js --------------------------------------------------------------- */
 
 enum { EXPLORED_STAGES = 8, EXPLORED_MICRO_BATCHES = 16, EXPLORED_CHUNKS = 4, ALL_FORWARDS = -1 };
@@ -4119,5 +4201,6 @@ int main(int argc, char **argv) {
     draw_sparse_attention(argv[1]);
     draw_half_precision(argv[1]);
     draw_serving(argv[1]);
+    draw_serving_load(argv[1]);
     return 0;
 }

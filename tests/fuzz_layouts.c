@@ -160,7 +160,8 @@ static const row model_rows[] = {
     {8, "", "gated_delta_net&short_conv",
      MAMBA "2 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 12 --mamba-state-dim 10;" MAMBA
            "3 --mamba-num-groups 4 --mamba-num-heads 8 --mamba-head-dim 6 --mamba-state-dim 16 "
-           "--linear-conv-kernel-dim 3 --disable-mamba-conv-bias --mamba-dt-limit-high 0.05"},
+           "--linear-conv-kernel-dim 3 --disable-mamba-conv-bias --mamba-dt-limit-high 0.05;" MAMBA
+           "2 --mamba-num-groups 1 --mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 10"},
     // Heads of few channels, as of gated delta nets.
     {8, "", "gated_delta_net&short_conv&mamba2&norm-placement&--fp8-format",
      KDA
@@ -250,6 +251,7 @@ static const row model_rows[] = {
     {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
     {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
     {20, "", RL, "--eval-interval 2 --eval-iters 2"},
+    {40, "--bf16", "", "--fp32-residual-connection"},
 };
 
 /* Of reinforcement learning, drawn apart from the others and before them, so that their draws do not depend on it. It

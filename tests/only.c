@@ -1,5 +1,5 @@
-/* only.c: chooses one test of a suite, or some. In every suite in C: with MT_ONLY, `make test ONLY=...`, cmocka runs
- * the tests whose names match it. */
+/* only.c: chooses tests of a suite. In every suite in C: with MT_ONLY, `make test ONLY=...`, cmocka runs the tests
+ * whose names match it; else with MT_BRIEF, `make test SECTIONS=...`, all but the long one. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -8,7 +8,13 @@
 
 #include <cmocka.h>
 
+/* A suite with a test that takes longer than the others together defines its name, or a pattern. */
+extern const char long_test[] __attribute__((weak));
+
 __attribute__((constructor)) static void choose(void) {
-    const char *only = getenv("MT_ONLY");
-    if (only && *only) cmocka_set_test_filter(only);
+    const char *only = getenv("MT_ONLY"), *brief = getenv("MT_BRIEF");
+    if (only && *only)
+        cmocka_set_test_filter(only);
+    else if (brief && *brief && long_test)
+        cmocka_set_skip_filter(long_test);
 }

@@ -16,6 +16,8 @@
 # suite runs just these first. Where one fails, they may need files of earlier tests, so the suite runs again up to
 # them, and that counts.
 #
+# MT_BRIEF: not empty, the C suites leave out their long tests (tests/only.c).
+#
 # DIR/NAME.seconds holds the name of a suite, and the seconds and processor seconds of its last whole run.
 set -u
 directory=$1
@@ -159,7 +161,7 @@ run_suite() {
             echo "- $name: no test is named $MT_ONLY"
             return
         fi
-    elif [ "$status" = 0 ]; then
+    elif [ "$status" = 0 ] && [ -z "${MT_BRIEF:-}" ]; then
         times >"$log.times" # of this shell, and in the second line of the processes that it waited for
         processor=$(awk 'NR == 2 { gsub(/[ms]/, " "); print int(60 * ($1 + $3) + $2 + $4 + 0.5) }' "$log.times")
         rm -f "$log.times"

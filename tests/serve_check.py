@@ -7,8 +7,11 @@ import http.client
 import json
 import os
 import random
+import re
+import selectors
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -336,47 +339,114 @@ def process_state(pid):
     return files, pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def misbehave(chance, body, kept):
+    """One of the ways in which clients go wrong; connections in `kept` stay open until the end of a round."""
+    whole = request_bytes(dict(body, stream=chance.random() < 0.5))
+    kind = chance.randrange(8)
+    try:
+        if kind == 0:  # leaves after its request
+            raw(whole, reads=False)
+        elif kind == 1:  # leaves in the answer
+            with socket.create_connection(("127.0.0.1", PORT), WAIT) as connection:
+                connection.sendall(request_bytes(dict(body, stream=True, max_tokens=20)))
+                connection.recv(chance.randrange(1, 200))
+        elif kind == 2:  # dribbles, and gets its answer all the same
+            with socket.create_connection(("127.0.0.1", PORT), WAIT) as connection:
+                for at in range(0, len(whole), 16):
+                    connection.sendall(whole[at:at + 16])
+                    time.sleep(0.001)
+                assert connection.recv(4096).split(b" ")[1] in (b"200", b"429")
+        elif kind == 3:
+            raw(bytes(chance.randrange(256) for _ in range(chance.randrange(1, 400))) + b"\r\n\r\n")
+        elif kind == 4:  # half a request
+            raw(whole[:chance.randrange(1, len(whole) - 1)], reads=False)
+        elif kind == 5:  # half a request of a client that stays
+            kept.append(socket.create_connection(("127.0.0.1", PORT), WAIT))
+            kept[-1].sendall(whole[:chance.randrange(1, len(whole) - 1)])
+        elif kind == 6:  # another length than the body has
+            raw(request_bytes(body, chance.randrange(0, 30)))
+        else:  # a body of nonsense
+            text = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 3000)))
+            status, _ = call("POST", "/v1/completions", text)
+            assert status == 400, status
+    except ConnectionError:
+        pass  # it may close on nonsense
+
+
 def holds_under_fire(requests, clients, pid):
-    """Many small requests by many clients: every answer is the right one. Some clients leave in between. Afterwards the
-    process has as many files as before, and little more memory than after the first tenth."""
+    """Many requests of many sizes for several models, by many clients at once, whole or as streams: each answer is
+    complete and the right one. In between clients misbehave. Afterwards the process has as many files as before, and
+    the second half of the requests has taken no more memory."""
     requests, clients = int(requests), int(clients)
     chance = random.Random(3)
-    prompts = [[chance.randrange(3, 150) for _ in range(chance.randrange(1, 40))] for _ in range(40)]
-    wanted = [complete(prompt=p, max_tokens=6, temperature=0, return_token_ids=True)["choices"][0]["token_ids"]
-              for p in prompts]
+    models = [model["id"] for model in json.loads(call("GET", "/v1/models")[1])["data"]]
+    prompts = [[chance.randrange(3, 150) for _ in range(chance.randrange(1, 40))] for _ in range(30)]
+    wanted = {(model, at): complete(model=model, prompt=prompt, max_tokens=20, temperature=0,
+                                    return_token_ids=True)["choices"][0]["token_ids"]
+              for at, prompt in enumerate(prompts) for model in models}
     watches = os.path.isdir("/proc/%s/fd" % pid)
-    answered = [0] * clients
+    answered, refused = [0] * clients, [0] * clients
 
-    def fire(number, count):
-        own = random.Random(number)
+    def fire(number, count, part, kept):
+        own = random.Random(number * 10 + part)
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=WAIT)
         for _ in range(count):
-            at, length = own.randrange(len(prompts)), own.randrange(1, 7)
-            body = {"prompt": prompts[at], "max_tokens": length, "temperature": 0, "return_token_ids": True}
-            if own.random() < 0.05:
-                raw(request_bytes(dict(body, stream=own.random() < 0.5)), reads=False)
+            at, model, length = own.randrange(len(prompts)), own.choice(models), own.randrange(1, 21)
+            body = {"model": model, "prompt": prompts[at], "max_tokens": length, "temperature": 0,
+                    "return_token_ids": True, "stream": own.random() < 0.2, "n": own.choice((1, 1, 1, 2))}
+            if own.random() < 0.1:
+                body["logprobs"] = 2
+            if own.random() < 0.15:
+                misbehave(own, body, kept)
             while True:
                 status, text = call("POST", "/v1/completions", body, connection=connection)
                 if status != 429:
                     break
+                refused[number] += 1
                 time.sleep(0.02)
             assert status == 200, (status, text)
-            got = json.loads(text)["choices"][0]["token_ids"]
-            assert got == wanted[at][:length], (got, wanted[at])
+            got = [[] for _ in range(body["n"])]
+            if body["stream"]:
+                parts = text.split("\n\n")
+                assert parts[-2:] == ["data: [DONE]", ""], parts[-3:]
+                for event in parts[:-2]:
+                    choice = json.loads(event.removeprefix("data: "))["choices"][0]
+                    got[choice["index"]] += choice["token_ids"]
+            else:
+                answer = json.loads(text)
+                assert answer["model"] == model, answer
+                got = [choice["token_ids"] for choice in answer["choices"]]
+            assert got == [wanted[model, at][:length]] * body["n"], (model, at, length, got)
             answered[number] += 1
         connection.close()
 
-    rounds = []
-    for part in (requests // 10, requests - requests // 10):
-        in_threads(clients, lambda number, part=part: fire(number, part // clients))
+    rounds, counts = [], [requests // 10 // clients, requests * 4 // 10 // clients, requests // 2 // clients]
+    files = process_state(pid)[0] if watches else 0
+    for part, count in enumerate(counts):
+        kept = []
+        in_threads(clients, lambda number, part=part, count=count, kept=kept: fire(number, count, part, kept))
+        for connection in kept:
+            connection.close()
         await_idle()
-        rounds.append(process_state(pid) if watches else (0, 0))
-    assert sum(answered) == (requests // 10 // clients + (requests - requests // 10) // clients) * clients
+        rounds.append(process_state(pid)[1] >> 10 if watches else 0)
+    assert sum(answered) == sum(counts) * clients
     end = time.time() + WAIT
-    while watches and process_state(pid)[0] > rounds[0][0] + 2:
+    while watches and process_state(pid)[0] > files + 1:
         assert time.time() < end, "files stay open: %r" % (process_state(pid),)
         time.sleep(0.05)
-    assert rounds[1][1] - rounds[0][1] < 64 << 20, "memory grows: %r" % (rounds,)
+    print("%d clients: %d answers, all right; %d refusals by a full queue; KiB of memory after each part: %s" %
+          (clients, sum(answered), sum(refused), rounds))
+    assert rounds[2] - rounds[1] < 8 << 10, "memory grows: %r KiB" % rounds
+    assert complete(prompt="still there", max_tokens=1)
+
+
+def prompts_are_read_in_parts(most):
+    """No step reads more tokens of prompts than --max-prefill-tokens, however few sequences run."""
+    steps = metric("megatron_step_seconds_count")
+    complete(prompt=[9 + i % 50 for i in range(60)], max_tokens=1)
+    await_idle()
+    steps = metric("megatron_step_seconds_count") - steps
+    assert steps >= 60 / int(most), steps
 
 
 def full_queues_refuse():
@@ -442,9 +512,52 @@ def greedy(path):
     in_threads(8, ask)
 
 
-def rate(path, tokens):
-    """Prints tokens per second of one client for each line of the file, all at once; each stops at a length."""
-    prompts = [json.loads(line)["prompt"] for line in open(path, encoding="utf-8")]
+def adapters_answer_as_alone(path):
+    """The file has a line NAME TOKENS... for each of PROMPTS and each model, the base first. All are asked at once, with
+    the same prompts, also as streams; others sample meanwhile."""
+    wanted = {}
+    for line in open(path, encoding="ascii"):
+        name, *tokens = line.split()
+        wanted.setdefault(name, []).append([int(t) for t in tokens])
+    names = list(wanted)
+    listed = json.loads(call("GET", "/v1/models")[1])["data"]
+    assert [model["id"] for model in listed] == names, listed
+    assert [model.get("parent") for model in listed] == [None] + [names[0]] * (len(names) - 1)
+    assert len({tuple(wanted[name][1]) for name in names}) == len(names), "the models give the same answers"
+    for name in names:
+        assert json.loads(call("GET", "/v1/models/" + name)[1])["id"] == name
+
+    def ask(number):
+        name, at = names[number % len(names)], number // len(names) % len(PROMPTS)
+        body = {"model": name, "prompt": PROMPTS[at], "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+        if number >= 2 * len(names) * len(PROMPTS):
+            status, answer = post("/v1/completions", dict(body, temperature=2, n=2))
+            assert status == 200 and answer["model"] == name, answer
+        elif number >= len(names) * len(PROMPTS):
+            parts = events("/v1/completions", body)
+            assert {part["model"] for part in parts} == {name}
+            got = [token for part in parts for token in part["choices"][0]["token_ids"]]
+            assert got == wanted[name][at], (name, at, got, wanted[name][at])
+        else:
+            status, answer = post("/v1/completions", dict(body, **({"logprobs": 1} if number % 3 else {})))
+            assert status == 200 and answer["model"] == name, answer
+            got = answer["choices"][0]["token_ids"]
+            assert got == wanted[name][at], (name, at, got, wanted[name][at])
+
+    in_threads(3 * len(names) * len(PROMPTS), ask)
+    status, text = call("POST", "/v1/completions", {"model": "other", "prompt": "a"})
+    assert status == 404 and json.loads(text)["error"]["code"] == "model_not_found", text
+    assert call("GET", "/v1/models/other")[0] == 404
+
+
+def processor_seconds(pid):
+    fields = open("/proc/%s/stat" % pid, encoding="ascii").read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rate(prompts, tokens, pid):
+    """Tokens per second of one client for each prompt, all at once, and the server's processor seconds per 1000 tokens;
+    the prompts themselves were read before."""
     connections = [http.client.HTTPConnection("127.0.0.1", PORT, timeout=WAIT) for _ in prompts]
     counts = [0] * len(prompts)
 
@@ -455,10 +568,157 @@ def rate(path, tokens):
         counts[number] = json.loads(text)["usage"]["completion_tokens"]
 
     in_threads(len(prompts), lambda number: ask(number, 1))
-    start = time.time()
-    in_threads(len(prompts), lambda number: ask(number, int(tokens)))
-    seconds = time.time() - start
-    print("infer --serve: %d clients, %d tokens, %.1f tokens/s" % (len(prompts), sum(counts), sum(counts) / seconds))
+    start, used = time.time(), processor_seconds(pid)
+    in_threads(len(prompts), lambda number: ask(number, tokens))
+    seconds, used = time.time() - start, processor_seconds(pid) - used
+    for connection in connections:
+        connection.close()
+    return sum(counts) / seconds, 1000 * used / sum(counts)
+
+
+def rates(path, tokens, rounds, pid, *infer):
+    """In turn: the server for a client a prompt, and infer --prompts with the same prompts in one batch. The rate of
+    infer is that of its decode steps; its processor seconds are those of the whole run, less those of a run that writes
+    one token a prompt."""
+    prompts = [json.loads(line)["prompt"] for line in open(path, encoding="utf-8")]
+    tokens, shares, used = int(tokens), [], []
+
+    def run(most):
+        child = subprocess.Popen([*infer, "--prompts", path, "--max-new-tokens", str(most), "--temperature", "0"],
+                                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        text = child.stderr.read()
+        _, status, usage = os.wait4(child.pid, 0)
+        assert status == 0, text
+        found = re.search(r"wrote (\d+), ([0-9.]+) tokens/s", text)
+        return int(found[1]), float(found[2]), usage.ru_utime + usage.ru_stime
+
+    for _ in range(int(rounds)):
+        served, of_server = rate(prompts, tokens, pid)
+        first, whole = run(1), run(tokens)
+        of_infer = 1000 * (whole[2] - first[2]) / (whole[0] - first[0])
+        shares.append(served / whole[1])
+        used.append(of_server / of_infer)
+        print("%d clients: %.0f tokens/s, infer --prompts %.0f: %.1f%%; processor seconds per 1000 tokens %.3f and %.3f" %
+              (len(prompts), served, whole[1], 100 * shares[-1], of_server, of_infer), flush=True)
+    print("median of %d rounds: %.1f%% of the tokens/s, %.2f times the processor seconds" %
+          (len(shares), 100 * sorted(shares)[len(shares) // 2], sorted(used)[len(used) // 2]))
+
+
+def pauses(streams, length, rounds):
+    """How long streams wait for their next event while a prompt of `length` tokens is read, in steps: the median time
+    between two events of a stream before. One thread reads all sockets."""
+    streams, length, chance = int(streams), int(length), random.Random(5)
+    selector, last, gaps = selectors.DefaultSelector(), {}, []
+    connections = [socket.create_connection(("127.0.0.1", PORT), WAIT) for _ in range(streams)]
+    for connection in connections:
+        connection.sendall(request_bytes({"prompt": [chance.randrange(9, 99) for _ in range(5)], "max_tokens": 2000,
+                                          "temperature": 1, "stream": True}))
+        selector.register(connection, selectors.EVENT_READ)
+
+    def watch(ends):
+        """Collects gaps until `ends` is true."""
+        gaps.clear()
+        while not ends():
+            for key, _ in selector.select(0.01):
+                now, part = time.perf_counter(), key.fileobj.recv(1 << 16)
+                if not part:
+                    selector.unregister(key.fileobj)
+                elif key.fileobj in last:
+                    gaps.append(now - last[key.fileobj])
+                last[key.fileobj] = now
+        return sorted(gaps)
+
+    watch(lambda: len(last) == streams and len(gaps) > 20 * streams)
+    worst = []
+    for _ in range(int(rounds)):
+        alone = watch(lambda: len(gaps) > 60 * streams)
+        step = alone[len(alone) // 2]
+        body = {"prompt": [chance.randrange(9, 99) for _ in range(length)], "max_tokens": 1}
+        answer = threading.Thread(target=complete, kwargs=body)
+        start = time.perf_counter()
+        answer.start()
+        beside = watch(lambda: not answer.is_alive())
+        worst.append(beside[-1] / step)
+        print("%d streams, a step of %.2f ms: longest wait %.1f steps, beside a prompt of %d tokens %.1f (99 of 100 waits: "
+              "up to %.1f); first token after %.0f ms" % (streams, 1000 * step, alone[-1] / step, length, worst[-1],
+              beside[len(beside) * 99 // 100] / step, 1000 * (time.perf_counter() - start)), flush=True)
+    print("median of %d prompts: the longest wait is %.1f steps" % (len(worst), sorted(worst)[len(worst) // 2]))
+    for connection in connections:
+        connection.close()
+
+
+COLUMNS = ("load", "offered/s", "answered/s", "refused", "batch", "queue", "pages", "wait_ms", "first_ms", "request_ms")
+
+
+def load(path, seconds):
+    """Offers requests at random times at eight rates, shares of the rate that 16 clients in a loop reach, and writes a
+    row of means for each from /metrics: sequences in the batch, requests in the queue, the share of pages in use, and
+    the latencies that the server saw."""
+    seconds, chance = float(seconds), random.Random(11)
+
+    def ask(number=None):
+        del number
+        body = {"prompt": [chance.randrange(9, 900) for _ in range(chance.randrange(20, 200))],
+                "max_tokens": chance.randrange(10, 60), "temperature": 1}
+        return call("POST", "/v1/completions", body)[0]
+
+    def read():
+        found = {}
+        for line in call("GET", "/metrics")[1].split("\n"):
+            if line and not line.startswith("#"):
+                found[line.rsplit(" ", 1)[0]] = float(line.rsplit(" ", 1)[1])
+        return found
+
+    def looped(_):
+        end = time.time() + seconds
+        while time.time() < end:
+            assert ask() == 200
+
+    in_threads(16, lambda _: ask())
+    before = read()
+    in_threads(16, looped)
+    answers = 'megatron_requests_total{endpoint="/v1/completions",status="%d"}'
+    capacity = (read()[answers % 200] - before[answers % 200]) / seconds
+    rows = []
+    for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2, 1.5):
+        await_idle()
+        before, states, threads, asked = read(), [], [], 0
+        start = time.time()
+        due, look = start, start
+        while time.time() - start < seconds:
+            if time.time() >= due:
+                threads.append(threading.Thread(target=ask))
+                threads[-1].start()
+                due, asked = due + chance.expovariate(share * capacity), asked + 1
+            elif time.time() >= look:
+                states.append(read())
+                look = time.time() + 0.05
+            else:
+                time.sleep(max(0, min(due, look) - time.time()))
+        took = time.time() - start
+        for thread in threads:
+            thread.join()
+        after = read()
+
+        def grown(name, before=before, after=after):
+            return after.get(name, 0) - before.get(name, 0)
+
+        def mean(name, states=states):
+            return sum(state[name] for state in states) / len(states)
+
+        def latency(name, grown=grown):
+            return 1000 * grown(name + "_sum") / grown(name + "_count")
+
+        rows.append((share, asked / took, grown(answers % 200) / took, grown(answers % 429) / asked,
+                     mean("megatron_sequences_running"), mean("megatron_requests_waiting"),
+                     mean("megatron_cache_pages_used") / after["megatron_cache_pages"],
+                     latency("megatron_queue_seconds"), latency("megatron_first_token_seconds"),
+                     latency("megatron_request_seconds")))
+        print(" ".join("%.3g" % value for value in rows[-1]), flush=True)
+    with open(path, "w", encoding="ascii") as out:
+        out.write("# Written by tests/record_serve.sh; notes/draw.c draws it.\n# " + " ".join(COLUMNS) + "\n")
+        for row in rows:
+            out.write(" ".join("%.3g" % value for value in row) + "\n")
 
 
 if __name__ == "__main__":

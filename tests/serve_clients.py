@@ -63,6 +63,7 @@ def openai():
             raise AssertionError("accepted: %s" % more)
         except error as refusal:
             assert refusal.body["message"] and refusal.body["type"]
+            assert refusal.body["code"] == ("model_not_found" if "model" in more else None), refusal.body
     return 0
 
 

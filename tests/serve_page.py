@@ -93,6 +93,63 @@ def error_problems(browser):
         yield "shown: %s" % text
 
 
+def model_problems(browser):
+    """The models of the server can be chosen, and answer."""
+    names = browser.value("[...at('model').options].map(option => option.value)")
+    if len(names) != 2 or browser.value("at('models').hidden"):
+        return (yield "models: %s" % names)
+    said = []
+    for name in names:
+        browser.value("at('model').value = '%s'" % name)
+        send(browser, "abc", 20, "text")
+        wait_for(browser, "!running && document.querySelectorAll('.token').length > 0")
+        said.append(browser.value("at('input').value"))
+    if said[0] == said[1]:
+        yield "both models say %r" % said[0]
+    browser.value("at('model').value = '%s'" % names[0])
+
+
+def keyboard_problems(browser):
+    """Tab reaches everything that a mouse can, and each has a name; a conversation by keys alone, with a letter as a
+    key, a stop by Tab and Enter, and a new one."""
+    browser.value("at('clear').click(), at('tokens').value = 8000, document.activeElement.blur()")
+    wanted = browser.value("""[...document.querySelectorAll("select, input, textarea, button, #log")]
+        .filter(e => !e.disabled && e.offsetParent).map(e => e.id)""")
+    nameless = browser.value("""[...document.querySelectorAll("select, input, textarea, button, #log")].filter(e =>
+        !(e.labels && e.labels.length) && !e.getAttribute("aria-label") && !e.textContent.trim()).map(e => e.id)""")
+    reached = []
+    for _ in range(3 * len(wanted)):
+        press(browser, "Tab")
+        reached.append(browser.value("document.activeElement.id"))
+    if not set(wanted) <= set(reached):
+        yield "Tab does not reach %s" % sorted(set(wanted) - set(reached))
+    if nameless:
+        yield "no name: %s" % nameless
+
+    def tab_to(name):
+        for _ in range(3 * len(wanted)):
+            if browser.value("document.activeElement.id") == name:
+                return True
+            press(browser, "Tab")
+        return False
+
+    tab_to("input")
+    for letter in "Hi":
+        press(browser, letter, letter)
+    press(browser, "Enter", "\r")
+    if not wait_for(browser, "running && document.querySelectorAll('.token').length > 2"):
+        yield "no stream: " + browser.value("document.body.innerText")
+    if not tab_to("stop"):
+        yield "Tab does not reach Stop"
+    press(browser, "Enter", "\r")
+    if not wait_for(browser, "!running") or "(stopped)" not in browser.value("at('rates').textContent"):
+        yield "it does not stop: " + browser.value("at('rates').textContent")
+    tab_to("clear")
+    press(browser, "Enter", "\r")
+    if browser.value("document.querySelectorAll('.turn').length") != 0:
+        yield "New leaves " + browser.value("at('log').textContent")
+
+
 def width_problems(browser):
     for width in 320, 390, 1200:
         browser.size(width)
@@ -120,6 +177,8 @@ def main():
     check("tokens_have_colours_and_rivals", list(token_problems(browser)))
     check("escape_stops_an_answer", list(stop_problems(browser)))
     check("errors_are_shown_in_the_servers_words", list(error_problems(browser)))
+    check("models_can_be_chosen", list(model_problems(browser)))
+    check("everything_works_by_the_keyboard_alone", list(keyboard_problems(browser)))
     check("the_page_fits_a_narrow_screen", list(width_problems(browser)))
     check("the_page_asks_its_own_server_alone", list(request_problems(browser)))
     browser.process.terminate()

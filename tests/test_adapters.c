@@ -1,6 +1,6 @@
 /* test_adapters.c: low-rank adapters equal peft's: log-probabilities, gradients, five steps, files; on every family
  * their gradients follow from those of the merged model. */
-// Sections of megatron.c: §7 §8 §15c
+// Sections of megatron.c: §7 §8 §15c §16
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
 #include "../data/checkpoint/adapter.h"
@@ -272,6 +272,107 @@ static void adapters_equal_the_merged_model_on_every_family(void **state) {
         close_family(&adapted);
         close_family(&merged);
     }
+}
+
+/* ---- a table of adapters */
+
+enum { PROMPTS = 3, PROMPT = 9, WRITTEN = 8, SLOTS = 4 };
+
+/* Every adapter's values are a function of the adapter, the matrix and the element, so that the padded rows and columns
+ * of a larger rank hold values too. */
+static void fill_by_place(const fixture *f, int64_t number) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(f->model, &num_params);
+    for (const mt_param *p = params; p < params + num_params; p++) {
+        float *values = values_of(f, p, false);
+        int64_t key = number * 7 + p->layer * 13 + (int64_t)p->adapts * 29 + (p->role == MT_LORA_B ? 5 : 0);
+        for (int64_t row = 0; mt_param_is_adapter(p) && row < p->rows; row++)
+            for (int64_t col = 0; col < p->cols; col++)
+                values[row * p->cols + col] = 0.3f * sinf((float)(key + row * 31 + col * 3));
+    }
+}
+
+static void create_for_generation(fixture *f, int64_t num_adapters) {
+    mt_error error;
+    mt_run_state run = {0};
+    mt_model_plan plan = {.page_rows = 4, .max_tokens = 12, .num_adapters = num_adapters};
+    mt_plan_generation(&plan, SLOTS, PROMPT + WRITTEN, 0);
+    if (mt_model_create(&f->model, &f->options.stack, &mt_grid_of_one, backend, &plan, &error) != 0)
+        fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &f->options, &run, f->folder, &error) != 0) fail_msg("%s", error.text);
+}
+
+/* Sequence i of `count` has the adapter i % (count / PROMPTS); its prompt is shared by all adapters. */
+static void generate(const fixture *f, mt_sequence *sequences, int64_t count) {
+    const mt_sampling sampling = {.top_p = 1, .logprobs = true};
+    mt_error error;
+    int64_t left = count;
+    for (int64_t i = 0; i < count; i++) {
+        mt_sequence *s = &sequences[i];
+        *s = (mt_sequence){.id = i, .num_prompt = PROMPT, .num_tokens = PROMPT, .max_tokens = PROMPT + WRITTEN};
+        s->slot = -1, s->adapter = i % (count / PROMPTS);
+        s->tokens = mt_calloc(s->max_tokens * 4), s->logps = mt_calloc(WRITTEN * 4);
+        s->sampled_logps = mt_calloc(WRITTEN * 4);
+        memcpy(s->tokens, f->tokens + i / (count / PROMPTS) * (SEQ_LENGTH + 1), PROMPT * 4);
+    }
+    mt_generator *generator = mt_generator_create(f->model, &sampling, &(mt_stops){.count = 0});
+    while (left > 0)
+        if ((left = mt_generator_step(generator, sequences, count, &error)) < 0) fail_msg("%s", error.text);
+    mt_generator_destroy(generator);
+}
+
+static void free_sequences(mt_sequence *sequences, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        free(sequences[i].tokens), free(sequences[i].logps), free(sequences[i].sampled_logps);
+}
+
+/* Sequences of the base and of two adapters of different ranks, scales and matrices in one batch, with the same
+ * prompts, over few slots of the cache: each is that of a model with its adapter alone. */
+static void check_table(const char *family, const char *targets, const char *some) {
+    char options[3][256];
+    snprintf(options[0], 256, " --lora-rank 4 --lora-alpha 4 --lora-target %s", targets); // holds both
+    snprintf(options[1], 256, " --lora-rank 4 --lora-alpha 6 --lora-target %s", targets);
+    snprintf(options[2], 256, " --lora-rank 3 --lora-alpha 7 --lora-target %s", some);
+    fixture table = open_adapted(family, options[0]);
+    mt_sequence mixed[3 * PROMPTS], alone[PROMPTS];
+    create_for_generation(&table, 2);
+    fixture each[3] = {open_adapted(family, ""), open_adapted(family, options[1]), open_adapted(family, options[2])};
+    for (int64_t n = 1; n < 3; n++) {
+        fill_by_place(&table, n);
+        mt_model_keep_adapter(table.model, n - 1, &each[n].options.stack);
+    }
+    generate(&table, mixed, 3 * PROMPTS);
+    int64_t differ = 0;
+    for (int64_t n = 0; n < 3; n++) {
+        create_for_generation(&each[n], 0);
+        fill_by_place(&each[n], n);
+        generate(&each[n], alone, PROMPTS);
+        for (int64_t i = 0; i < PROMPTS; i++) {
+            const mt_sequence *own = &mixed[i * 3 + n];
+            for (int64_t t = 0; t < WRITTEN; t++) {
+                if (own->tokens[PROMPT + t] != alone[i].tokens[PROMPT + t])
+                    fail_msg("%s: adapter %d, prompt %d: token %d differs", family, (int)n, (int)i, (int)t);
+                double off = fabs((double)own->logps[t] - (double)alone[i].logps[t]);
+                if (!(off <= 1e-5 * fmax(1, fabs((double)alone[i].logps[t]))))
+                    fail_msg("%s: adapter %d, prompt %d: log-probability %d is off by %g", family, (int)n, (int)i,
+                             (int)t, off);
+            }
+            differ += n > 0 && fabs((double)own->logps[0] - (double)mixed[i * 3].logps[0]) > 1e-3;
+        }
+        free_sequences(alone, PROMPTS);
+    }
+    assert_in_range(differ, PROMPTS, 2 * PROMPTS); // the adapters have an effect
+    free_sequences(mixed, 3 * PROMPTS);
+    close_family(&table);
+    for (int n = 0; n < 3; n++) close_family(&each[n]);
+}
+
+static void sequences_of_a_table_are_those_of_one_adapter_alone(void **state) {
+    (void)state;
+    check_table("llama", "all-linear", "q_proj,v_proj,down_proj");
+    check_table("gpt2", "all-linear", "c_attn,mlp.c_proj"); // q, k and v share A
+    check_table("deepseek_v3_dense", "all-linear", "kv_b_proj,o_proj");
+    check_table("nemotron_h", "q_proj,k_proj,v_proj,o_proj,in_proj,out_proj", "in_proj,k_proj"); // states
 }
 
 /* ---- switched off */
@@ -686,6 +787,7 @@ int main(void) {
         cmocka_unit_test(five_steps_equal_peft),
         cmocka_unit_test(what_an_adapter_lacks_stays_zero),
         cmocka_unit_test(adapters_equal_the_merged_model_on_every_family),
+        cmocka_unit_test(sequences_of_a_table_are_those_of_one_adapter_alone),
         cmocka_unit_test(switched_off_adapters_leave_no_trace),
         cmocka_unit_test(a_checkpoint_is_a_folder_of_peft),
         cmocka_unit_test(a_run_continues_bit_for_bit),

@@ -80,10 +80,22 @@ trains() {
         [ "$(series lm_loss "$work/$run.jsonl" | wc -l)" = 3 ]
 }
 
-# generates OPTION...
+# generates_on RANKS OPTION...: the tokens are in $work/tokens.
+generates_on() {
+    on=$1
+    shift
+    on_ranks "$on" "$infer" --load "$folder" --prompt-tokens 3,4,5 --max-new-tokens 6 --temperature 0 --print-tokens \
+        --device cpu "$@" && grep -E '^[0-9]+( [0-9]+)*$' "$work/out" >"$work/tokens"
+}
+
 generates() {
-    on_ranks 1 "$infer" --load "$folder" --prompt-tokens 3,4,5 --max-new-tokens 6 --temperature 0 --print-tokens \
-        --device cpu "$@" && grep -qE '^[0-9]+( [0-9]+)*$' "$work/out"
+    generates_on 1 "$@"
+}
+
+# Two tensor-parallel ranks write the tokens of one.
+generates_alike() {
+    generates && cp "$work/tokens" "$work/alone" && generates_on 2 --tensor-model-parallel-size 2 &&
+        cmp "$work/alone" "$work/tokens"
 }
 
 # On one simulated H200.
@@ -171,7 +183,7 @@ family() {
         packing=''
     fi
     holds train trains 1 one && divides && holds fp8 trains_in_fp8 && holds LoRA adapts &&
-        holds generate generates && holds CUDA simulates
+        holds generate generates_alike && holds CUDA simulates
 }
 
 check the_table_has_a_row_for_each_family the_table_has_a_row_for_each_family

@@ -794,7 +794,7 @@ static int64_t row_of(const mt_batcher *b, int64_t key) {
  * sequence, and that what it writes was no other's. Returns the tokens of prompts. */
 static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
     const mt_batch *batch = &b->batch;
-    int64_t logits = 0;
+    int64_t logits = 0, prefill = 0;
     assert_in_range(batch->num_tokens, 1, b->plan.max_tokens);
     for (int64_t i = 0; i < b->num_copies; i++)
         for (int64_t r = 0; r < b->copies[i].rows; r++)
@@ -810,7 +810,13 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
             span->k_start / b->plan.page_rows / ((b->plan.max_length + b->plan.page_rows - 1) / b->plan.page_rows);
         while (i < count && sequences[i].slot != slot) i++;
         assert_in_range(i, 0, count - 1);
-        uint64_t hash = 0;
+        if (b->plan.num_adapters > 0) { // the rows of its adapter, or behind those of all
+            int64_t adapter = sequences[i].adapter, n = b->plan.num_adapters;
+            assert_true(t >= batch->adapter_rows[adapter > 0 ? adapter - 1 : n]);
+            assert_true(adapter == 0 || t + span->q_len <= batch->adapter_rows[adapter]);
+        }
+        prefill += span->q_len > 1 || first < sequences[i].num_prompt ? span->q_len : 0;
+        uint64_t hash = (uint64_t)sequences[i].adapter; // another adapter has other keys for the same tokens
         for (int64_t at = 0; at < first; at++) hash = extend(hash, sequences[i].tokens[at]);
         if (b->plan.has_states && first > 0) assert_true(cache->states[0][slot] == hash);
         for (int64_t at = first; at < span->k_len; at++, t++) {
@@ -827,13 +833,15 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
         }
     }
     assert_int_equal(b->num_logits, logits);
+    assert_true(b->max_prefill == 0 || prefill <= b->max_prefill);
     for (int64_t s = 0; s < batch->num_spans; s++) { // after all writes, as in a layer
         const mt_span *span = &batch->spans[s];
-        uint64_t hash = 0;
+        uint64_t hash;
         int64_t i = 0;
         int64_t slot =
             span->k_start / b->plan.page_rows / ((b->plan.max_length + b->plan.page_rows - 1) / b->plan.page_rows);
         while (sequences[i].slot != slot) i++;
+        hash = (uint64_t)sequences[i].adapter;
         for (int64_t at = 0; at < span->k_len; at++) {
             hash = extend(hash, sequences[i].tokens[at]);
             assert_true(cache->rows[row_of(b, span->k_start + at)] == hash);
@@ -862,7 +870,9 @@ static void batches_read_the_prefix_of_each_sequence(void **state) {
         plan.page_rows = 1 << words[2] % 5;
         int64_t most = (LONGEST + plan.page_rows - 1) / plan.page_rows;
         plan.num_pages = most + words[3] % (2 * most), plan.has_states = trial % 4 > 1;
+        plan.num_adapters = trial % 3;
         mt_batcher *b = mt_batcher_create(&plan);
+        b->max_prefill = trial % 5 < 2 ? 1 + words[2] % 9 : 0;
         uint64_t states[2][8] = {{0}};
         fake_cache cache = {&plan, mt_calloc((plan.num_pages + 1) * plan.page_rows * 8), {states[0], states[1]}};
         mt_sequence sequences[MANY];
@@ -872,6 +882,7 @@ static void batches_read_the_prefix_of_each_sequence(void **state) {
             sequences[s] = (mt_sequence){.id = (int64_t)s, .tokens = tokens[s], .slot = -1};
             sequences[s].num_prompt = sequences[s].num_tokens = 1 + words[0] % 30;
             sequences[s].max_tokens = sequences[s].num_prompt + 1 + words[1] % 10;
+            sequences[s].adapter = words[1] / 10 % (plan.num_adapters + 1);
             int32_t differs = (int32_t)(words[2] % 40); // from here on, from the others of its group
             for (int32_t i = 0; i < LONGEST; i++)
                 tokens[s][i] = (i < differs ? 0 : (int32_t)s) + (int32_t)(words[3] % 2);

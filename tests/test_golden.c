@@ -86,6 +86,41 @@ static void every_gradient_equals_transformers(void **state) {
     }
 }
 
+/* Of every role of a family the first parameter, whole. Experts may have no token; modules of multi-token prediction
+ * give no logits. */
+static void a_nan_in_a_parameter_reaches_the_logprobs(void **state) {
+    (void)state;
+    if (backend != &mt_cpu_ops) skip();
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        if (!runs(families[k])) continue;
+        fixture f = open_family(families[k], 4, 1, false);
+        create_model(&f, &mt_grid_of_one);
+        fill_batch(&f, 0, 0, 1, &f.batch);
+        int64_t num_params, num_buckets;
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        const mt_bucket *buckets = mt_model_buckets(f.model, &num_buckets);
+        bool tried[MT_NUM_ROLES] = {false};
+        for (int64_t i = 0; i < num_params; i++) {
+            const mt_param *p = &params[i];
+            int64_t n = p->rows * p->cols;
+            float *values = (float *)buckets[p->bucket].params + p->offset, *kept = mt_malloc(n * 4);
+            float logp[SEQ_LENGTH], sum = 0;
+            if (!tried[p->role] && p->expert < 0 && p->layer < f.options.stack.num_layers) {
+                tried[p->role] = true;
+                memcpy(kept, values, (size_t)n * 4);
+                for (int64_t j = 0; j < n; j++) values[j] = NAN;
+                mt_model_forward(f.model, &f.batch, false);
+                mt_model_read(f.model, logp, NULL, NULL);
+                for (int64_t t = 0; t < SEQ_LENGTH; t++) sum += logp[t];
+                if (!isnan(sum)) fail_msg("%s: a NaN in %s is lost", families[k], p->hf_name);
+                memcpy(values, kept, (size_t)n * 4);
+            }
+            free(kept);
+        }
+        close_family(&f);
+    }
+}
+
 static void ten_steps_equal_pytorch_for_any_micro_batch_size(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++)
@@ -334,6 +369,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_logprobs_and_entropy_equal_transformers),
         cmocka_unit_test(every_gradient_equals_transformers),
+        cmocka_unit_test(a_nan_in_a_parameter_reaches_the_logprobs),
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
         cmocka_unit_test(fp8_trains_to_within_five_percent_of_fp32_wherever_norms_stand),

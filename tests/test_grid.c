@@ -218,17 +218,20 @@ static void ranks_with_the_same_key_head_are_neighbours(void **state) {
     expect_members(&s, MT_GROUP_KEY_REPLICAS, 5, 2, (int[]){4, 5});
 }
 
-/* Only gated delta nets have key heads of their own; a short convolution shares channels. */
-static void only_delta_nets_have_key_replicas(void **state) {
+/* Gated delta nets have key heads of their own and Mamba-2 has groups; a short convolution shares channels. */
+static void delta_nets_and_mamba_have_key_replicas(void **state) {
     (void)state;
     static const struct {
         mt_attention_variant variant;
         char *layers;
         int64_t heads;
-    } models[] = {{MT_VARIANT_NONE, NULL, 0}, {MT_VARIANT_GATED_DELTA_NET, "10", 2}, {MT_VARIANT_SHORT_CONV, "10", 0}};
-    for (int i = 0; i < 3; i++) {
+    } models[] = {{MT_VARIANT_NONE, NULL, 0},
+                  {MT_VARIANT_GATED_DELTA_NET, "10", 2},
+                  {MT_VARIANT_SHORT_CONV, "10", 0},
+                  {MT_VARIANT_MAMBA2, "10", 4}};
+    for (int i = 0; i < 4; i++) {
         mt_options options = mt_options_plain(2, 32, 8, 64, 16);
-        options.tensor_model_parallel_size = 8, options.linear_num_key_heads = 2;
+        options.tensor_model_parallel_size = 8, options.linear_num_key_heads = 2, options.mamba_num_groups = 4;
         options.experimental_attention_variant = models[i].variant, options.linear_layers = models[i].layers;
         assert_int_equal(mt_grid_shape_of(&options, 8).linear_key_heads, models[i].heads);
     }
@@ -297,7 +300,7 @@ int main(void) {
         cmocka_unit_test(the_levels_of_context_parallelism_are_megatrons),
         cmocka_unit_test(blocks_of_a_context_group_are_aligned_neighbours),
         cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),
-        cmocka_unit_test(only_delta_nets_have_key_replicas),
+        cmocka_unit_test(delta_nets_and_mamba_have_key_replicas),
         cmocka_unit_test(the_table_is_compact_for_64_ranks),
         cmocka_unit_test(tensor_groups_across_hosts_are_named),
     };

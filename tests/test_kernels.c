@@ -939,6 +939,50 @@ static void a_nan_in_attention_stays_a_nan(void **state) {
     }
 }
 
+/* Products of queries and keys that no number of fp16 can hold, before and after --softmax-scale: scores are fp32, so
+ * Megatron's --apply-query-key-layer-scaling would change nothing. */
+static void scores_beyond_fp16_have_their_softmax(void **state) {
+    (void)state;
+    enum { T = 24, H = 2, D = 8 };
+    static const mt_span span = {0, T, 0, T, true};
+    for (int k = 0; k < 2 * 2; k++) {
+        mt_dtype dtype = both[k % 2];
+        double scale = k / 2 ? 1 : 1e-5, *in[] = {zeros(T * H * D), zeros(T * H * D), random_values(T * H * D)};
+        for (int64_t i = 0; i < T * H * D; i++) // whole numbers, exact in all types
+            in[0][i] = 200 + (double)(i * 5 % 32), in[1][i] = 200 + (double)(i * 11 % 47);
+        matrix q = matrix_from(in[0], T, H * D, H * D, dtype), key = matrix_from(in[1], T, H * D, H * D, dtype);
+        matrix v = matrix_from(in[2], T, H * D, H * D, dtype), out = matrix_new(T, H * D, H * D, dtype);
+        matrix lse = matrix_new(T, H, H, MT_F32);
+        mt_attention call = {.num_heads = H, .num_groups = H, .head_size = D, .value_size = D};
+        call.q_stride = call.out_stride = call.k_stride = call.v_stride = H * D;
+        call.spans = (mt_spans){&span, &span, 1}, call.scale = (float)scale;
+        call.q = q.data, call.k = key.data, call.v = v.data, call.out = out.data, call.lse = (float *)lse.data;
+        ops->attention_forward(&call, dtype, NULL);
+        double *got = zeros(T * H * D), *got_lse = zeros(T * H);
+        matrix_take(&out, got), matrix_take(&lse, got_lse);
+        for (int64_t i = 0; i < T * H; i++) {
+            double scores[T], greatest = 0, total = 0, sum[D] = {0};
+            for (int64_t j = 0; j <= i / H; j++) {
+                scores[j] = 0;
+                for (int64_t c = 0; c < D; c++) scores[j] += in[0][i * D + c] * in[1][(j * H + i % H) * D + c];
+                assert_true(scores[j] > 65504);
+                greatest = fmax(greatest, scores[j]);
+            }
+            for (int64_t j = 0; j <= i / H; j++) {
+                double p = exp(scale * (scores[j] - greatest));
+                total += p;
+                for (int64_t c = 0; c < D; c++) sum[c] += p * in[2][(j * H + i % H) * D + c];
+            }
+            double want = scale * greatest + log(total), most = dtype == MT_F32 ? 1e-5 : 2 * half_error(dtype);
+            assert_true(fabs(got_lse[i] - want) <= 1e-4 + 1e-6 * want);
+            for (int64_t c = 0; c < D; c++)
+                assert_true(fabs(got[i * D + c] - sum[c] / total) <= most * fmax(fabs(sum[c] / total), 0.1));
+        }
+        matrix_take(&q, NULL), matrix_take(&key, NULL), matrix_take(&v, NULL);
+        free(got), free(got_lse), free(in[0]), free(in[1]), free(in[2]);
+    }
+}
+
 /* Attention with a sink equals the softmax over one column more, whose value is 0; lse counts that column. */
 static void a_sink_is_a_column_without_a_value(void **state) {
     (void)state;
@@ -2090,6 +2134,7 @@ int main(void) {
         cmocka_unit_test(attention_over_pages_equals_attention_over_rows),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(a_nan_in_attention_stays_a_nan),
+        cmocka_unit_test(scores_beyond_fp16_have_their_softmax),
         cmocka_unit_test(a_sink_is_a_column_without_a_value),
         cmocka_unit_test(a_nan_in_merged_attention_stays_a_nan),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),

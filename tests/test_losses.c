@@ -5,6 +5,7 @@
 #include "../data/base/file.h"
 #include "../data/learn/advantages.h"
 #include "../data/learn/mismatch.h"
+#include "../data/options/option_table.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -14,6 +15,15 @@
 
 #include <cmocka.h>
 #include <jansson.h>
+
+/* The number of names in the row of an option, so that what is added there is tried here. */
+static int num_choices(const char *option) {
+    const mt_option *row = mt_option_find(option, strlen(option));
+    int count = 1;
+    assert_non_null(row);
+    for (const char *c = row->values; *c; c++) count += *c == '|';
+    return count;
+}
 
 /* ---- the file ------------------------------------------------------------------------------------------------------
  */
@@ -879,12 +889,12 @@ static void sums_do_not_depend_on_the_split(void **state) {
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
-    for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+    for (int mode = 0; mode < num_choices("loss-agg-mode"); mode++) {
         mt_aggregation aggregation = verl_aggregation();
         aggregation.mode = (mt_loss_aggregation)mode;
         mt_value_config v = {aggregation, 0.2};
         assert_split(value, &v);
-        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+        for (int variant = 0; variant < num_choices("pg-variant"); variant++) {
             mt_policy_config c = {.variant = (mt_policy_variant)variant,
                                   .aggregation = aggregation,
                                   .clip_ratio_low = 0.1,
@@ -934,7 +944,7 @@ static void policy_gradients_equal_finite_differences(void **state) {
     json_decref(root);
     for (int64_t i = 0; i < in.tokens; i++) entropy[i] = 1 + 0.1 * sin((double)i);
     for (int v = 0; v < NUM; v++)
-        for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+        for (int mode = 0; mode < num_choices("loss-agg-mode"); mode++) {
             mt_policy_config c = {.variant = variants[v],
                                   .aggregation = verl_aggregation(),
                                   .clip_ratio_low = 0.1,
@@ -1235,7 +1245,7 @@ static void divergences_have_known_values(void **state) {
  */
 
 /* Operands of two pairs of sequences; the same numbers with each sign of the advantages, within and beyond clips. */
-enum { NAN_TOKENS = 8, NAN_OPERANDS = 9 };
+enum { NAN_TOKENS = 8, NAN_OPERANDS = 10 };
 static double operands[NAN_OPERANDS][NAN_TOKENS];
 
 static mt_loss_tokens operand_tokens(void) {
@@ -1244,7 +1254,7 @@ static mt_loss_tokens operand_tokens(void) {
     mt_loss_tokens t = {.T = NAN_TOKENS, .num_sequences = 4, .sequences = spans, .mask = mask};
     t.logp = operands[0], t.old_logp = operands[1], t.ref_logp = operands[2], t.advantages = operands[3];
     t.entropy = operands[4], t.values = operands[5], t.returns = operands[6], t.old_values = operands[7];
-    t.divergence = operands[8];
+    t.divergence = operands[8], t.hidden = operands[9];
     return t;
 }
 
@@ -1253,7 +1263,7 @@ static mt_loss_tokens operand_tokens(void) {
 static void set_operands(int operand, int token, double bad, double wide, double sign) {
     for (int i = 0; i < NAN_TOKENS; i++) {
         double x = wide * (i % 2 ? 1 : -1);
-        const double numbers[NAN_OPERANDS] = {-2, -2 + x, -2 - x, sign, 1, x, x / 2, -x, 0.5};
+        const double numbers[NAN_OPERANDS] = {-2, -2 + x, -2 - x, sign, 1, x, x / 2, -x, 0.5, 0.25};
         for (int k = 0; k < NAN_OPERANDS; k++) operands[k][i] = numbers[k];
     }
     operands[operand][token] = bad;
@@ -1265,7 +1275,7 @@ enum { NUM_BAD = 3 };
 /* The loss is not finite wherever one of these operands is not, and a number without. */
 static void assert_nan_stays(const char *name, void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *),
                              const void *config, const char *reads) {
-    static const char letters[] = "lorAevtwd"; // of `reads`, in the order of the operands
+    static const char letters[] = "lorAevtwdh"; // of `reads`, in the order of the operands
     for (int operand = 0; operand < NAN_OPERANDS; operand++)
         for (int i = 0; i < 4 * NAN_TOKENS * NUM_BAD; i++) {
             double unread[NAN_TOKENS] = {0}, wide = i / NAN_TOKENS % 2 ? 30 : 0.01;
@@ -1297,6 +1307,14 @@ static void policy_alone(const mt_loss_tokens *t, const void *config, mt_loss_su
     mt_policy_loss(&alone, config, sums);
 }
 
+/* The same for tokens that the variant treats apart. */
+static void policy_of_selected(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
+    static const double ones[NAN_TOKENS] = {1, 1, 1, 1, 1, 1, 1, 1};
+    mt_loss_tokens alone = *t;
+    alone.ref_logp = alone.entropy = NULL, alone.selected = ones;
+    mt_policy_loss(&alone, config, sums);
+}
+
 /* A reward loss reads the last token of each sequence. */
 static void reward_of_tokens(const mt_loss_tokens *t, const void *config, mt_loss_sums *sums) {
     static const mt_span ones[] = {{0, 1, 0, 1, true}, {1, 1, 1, 1, true}, {2, 1, 2, 1, true}, {3, 1, 3, 1, true},
@@ -1308,37 +1326,60 @@ static void reward_of_tokens(const mt_loss_tokens *t, const void *config, mt_los
 
 static void a_loss_is_not_finite_if_an_operand_is_not(void **state) {
     (void)state;
-    for (int mode = MT_TOKEN_MEAN; mode <= MT_SEQ_MEAN_TOKEN_SUM_NORM; mode++) {
+    for (int mode = 0; mode < num_choices("loss-agg-mode"); mode++) {
         mt_aggregation aggregation = {.mode = (mt_loss_aggregation)mode, .norm_length = 4};
         mt_value_config plain = {aggregation, 0}, clipped = {aggregation, 0.2};
         assert_nan_stays("value", value, &plain, "vt");
         assert_nan_stays("clipped value", value, &clipped, "vtw");
-        for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+        for (int variant = 0; variant < num_choices("pg-variant"); variant++) {
             mt_policy_config c = {
                 .variant = (mt_policy_variant)variant, .aggregation = aggregation, .clip_ratio_low = 0.2};
             bool is_logp = variant == MT_POLICY_GPG || variant == MT_POLICY_OPMD;
             c.clip_ratio_high = 0.3, c.clip_ratio_c = variant == MT_POLICY_PPO ? 3 : 0;
-            c.beta = c.tau_pos = c.tau_neg = c.weight_neg = c.kl_cov_coef = 0.5;
+            c.beta = c.tau_pos = c.tau_neg = c.weight_neg = c.weight_pos = c.kl_cov_coef = 0.5;
             assert_nan_stays("policy", policy_alone, &c, is_logp ? "lA" : "loA");
+            bool has_no_ratio = is_logp || variant == MT_POLICY_TOPR;
+            assert_nan_stays("policy of selected tokens", policy_of_selected, &c, has_no_ratio ? "lA" : "loA");
             c.kl_coef = 0.1, c.entropy_coef = 0.01;
-            for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
+            for (int type = 0; type < num_choices("kl-loss-type"); type++) {
                 c.kl_type = (mt_kl_type)type;
                 assert_nan_stays("policy with a divergence", policy, &c, is_logp ? "lrAe" : "lorAe");
             }
         }
     }
-    for (int variant = MT_PREFERENCE_SIGMOID; variant <= MT_PREFERENCE_HINGE; variant++) {
+    for (int variant = 0; variant < num_choices("preference-loss"); variant++) {
         mt_preference_config c = {(mt_preference_variant)variant, 0.5, variant == MT_PREFERENCE_SIGMOID ? 0.1 : 0};
         assert_nan_stays("preference", preference, &c, "lr");
     }
     assert_nan_stays("reward", reward_of_tokens, &(mt_reward_config){0.5, 0.01}, "v");
-    assert_nan_stays("distillation", distillation, &(mt_distillation_config){.weight = 0.5}, "ld");
+    for (int balance = 0; balance < num_choices("kd-balance"); balance++) {
+        mt_distillation_config c = {.weight = 0.5, .balance = (mt_distillation_balance)balance, .hidden_weight = 2};
+        c.scale = 0.5;
+        assert_nan_stays("distillation", distillation, &c, "ld");
+        c.num_pairs = 1;
+        assert_nan_stays("distillation of hidden states", distillation, &c, "ldh");
+    }
+}
+
+static void a_loss_of_hidden_states_is_not_finite_if_one_is_not(void **state) {
+    (void)state;
+    enum { C = 6 };
+    for (int type = MT_HIDDEN_COSINE; type <= MT_HIDDEN_MSE; type++)
+        for (int i = 0; i < 2 * C * NUM_BAD; i++) {
+            float x[2][C], slopes[C];
+            for (int j = 0; j < 2 * C; j++) x[j / C][j % C] = (float)(j % 5 - 2);
+            x[i / C % 2][i % C] = (float)bad_numbers[i / C / 2];
+            bool is_lost = isfinite(mt_hidden_loss((mt_hidden_loss_type)type, x[0], x[1], C, slopes));
+            double sum = 0;
+            for (int j = 0; j < C; j++) sum += (double)slopes[j];
+            if (is_lost || isfinite(sum)) fail_msg("hidden loss %d: number %d is lost", type, i);
+        }
 }
 
 static void a_divergence_is_not_finite_if_a_logit_is_not(void **state) {
     (void)state;
     double logits[2][LABELS], unread[LABELS];
-    for (int type = MT_FORWARD_KL; type <= MT_JS_DIVERGENCE; type++)
+    for (int type = 0; type < num_choices("kd-objective"); type++)
         for (int i = 0; i < 2 * LABELS * 2; i++) {
             mt_divergence_config c = {(mt_divergence_type)type, 2, 0.1, 0.5};
             double bad = bad_numbers[i / LABELS / 2]; // -INFINITY is a label that cannot occur
@@ -1349,38 +1390,46 @@ static void a_divergence_is_not_finite_if_a_logit_is_not(void **state) {
         }
 }
 
-/* A NaN or infinity in a score or in a log-probability or value that rewards and advantages read reaches an advantage.
- */
+/* A NaN or infinity in any number that rewards and advantages read reaches an advantage. */
 static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
     (void)state;
+    enum { OLD_LOGP, REF_LOGP, SCORES, VALUES, BASELINES, SQUARES, WEIGHTS, PARTS, PART_WEIGHTS, NUM_READ };
     static const int64_t groups[] = {0, 0, 1, 1};
-    for (int estimator = MT_ADV_GAE; estimator <= MT_ADV_REMAX; estimator++)
-        for (int i = 0; i < NUM_BAD * 2 * 2 * 4 * (NAN_TOKENS + 1); i++) {
-            int token = i % (NAN_TOKENS + 1), which = i / (NAN_TOKENS + 1) % 4; // old_logp, ref_logp, values, scores
-            bool whiten = i / (NAN_TOKENS + 1) / 4 % 2, clips = i / (NAN_TOKENS + 1) / 8 % 2;
-            double bad = bad_numbers[i / (NAN_TOKENS + 1) / 16];
+    static const int lengths[] = {NAN_TOKENS, NAN_TOKENS, 4, NAN_TOKENS, 4, NAN_TOKENS, NAN_TOKENS, 8, 2};
+    int estimators = num_choices("adv-estimator"), types = num_choices("kl-loss-type");
+    for (int estimator = 0; estimator < estimators; estimator++)
+        for (int i = 0; i < NUM_BAD * 4 * NUM_READ * NAN_TOKENS * types; i++) {
+            int at = i % NAN_TOKENS, read = i / NAN_TOKENS % NUM_READ, form = i / NAN_TOKENS / NUM_READ % 4;
+            int type = i / NAN_TOKENS / NUM_READ / 4 % types;
+            double bad = bad_numbers[i / NAN_TOKENS / NUM_READ / 4 / types];
+            bool whiten = form % 2, clips = form / 2, gdpo = estimator == MT_ADV_GDPO;
+            bool baseline = estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
+            bool is_read = read <= SCORES                       ? !gdpo
+                           : read == VALUES                     ? estimator == MT_ADV_GAE
+                           : read == BASELINES                  ? estimator == MT_ADV_REMAX
+                           : read == SQUARES || read == WEIGHTS ? baseline
+                                                                : gdpo;
+            if (!is_read || at >= lengths[read]) continue;
             double scores[] = {1, 0, 2, -1}, rewards[NAN_TOKENS], advantages[NAN_TOKENS], returns[NAN_TOKENS], sum = 0;
-            if (token == NAN_TOKENS || (which == 3 && token > 3) || (which == 2 && estimator != MT_ADV_GAE)) continue;
-            for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
-                mt_loss_tokens t = operand_tokens();
-                set_operands(8, 0, NAN, 0.01, 1);
-                *(which == 0   ? &operands[1][token]
-                  : which == 1 ? &operands[2][token]
-                  : which == 2 ? &operands[5][token]
-                               : &scores[token]) = bad;
-                mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
-                static const double baselines[4] = {0};
-                mt_advantage_tokens of = {NAN_TOKENS, 4,          t.sequences, t.mask,    groups, rewards,
-                                          t.values,   advantages, returns,     baselines, 0,      NULL,
-                                          NULL,       NULL,       NULL,        NULL};
-                mt_advantage_config c = {.estimator = (mt_adv_estimator)estimator, .gamma = 0.9, .lambda = 0.9};
-                c.whiten = whiten, c.norm_by_std = whiten, c.advantage_clip = clips ? 0.5 : 0;
-                mt_advantages(&of, &c);
-                sum = 0;
-                for (int k = 0; k < NAN_TOKENS; k++) sum += advantages[k];
-                if (isfinite(sum))
-                    fail_msg("estimator %d: %g in operand %d, token %d, is lost", estimator, bad, which, token);
-            }
+            double baselines[4] = {0}, squares[NAN_TOKENS], weights[NAN_TOKENS], part_weights[] = {1, 2};
+            double part_scores[] = {1, 0, 2, -1, 0, 3, 1, 1};
+            const double *const parts[] = {part_scores, part_scores + 4};
+            for (int k = 0; k < NAN_TOKENS; k++) squares[k] = 0.5, weights[k] = 1.5;
+            double *const reads[NUM_READ] = {operands[1], operands[2], scores,      operands[5], baselines,
+                                             squares,     weights,     part_scores, part_weights};
+            mt_loss_tokens t = operand_tokens();
+            set_operands(9, 0, NAN, 0.01, 1);
+            reads[read][at] = bad;
+            mt_token_rewards(rewards, &t, scores, clips ? 0.5 : 0, (mt_kl_type)type, 0.1);
+            mt_advantage_tokens of = {.T = NAN_TOKENS, .num_sequences = 4, .sequences = t.sequences, .mask = t.mask};
+            of.groups = groups, of.rewards = rewards, of.values = t.values, of.advantages = advantages;
+            of.returns = returns, of.baselines = baselines, of.num_parts = 2, of.part_weights = part_weights;
+            of.parts = parts, of.old_logp = t.old_logp, of.squares = squares, of.rollout_weights = weights;
+            mt_advantage_config c = {.estimator = (mt_adv_estimator)estimator, .gamma = 0.9, .lambda = 0.9};
+            c.whiten = whiten, c.norm_by_std = whiten, c.advantage_clip = clips ? 0.5 : 0, c.step_weights = 2;
+            mt_advantages(&of, &c);
+            for (int k = 0; k < NAN_TOKENS; k++) sum += advantages[k];
+            if (isfinite(sum)) fail_msg("estimator %d: %g in operand %d, number %d, is lost", estimator, bad, read, at);
         }
 }
 
@@ -1410,6 +1459,7 @@ int main(void) {
         cmocka_unit_test(balanced_distillation_equals_model_optimizer),
         cmocka_unit_test(divergences_have_known_values),
         cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
+        cmocka_unit_test(a_loss_of_hidden_states_is_not_finite_if_one_is_not),
         cmocka_unit_test(a_divergence_is_not_finite_if_a_logit_is_not),
         cmocka_unit_test(advantages_are_not_finite_if_an_operand_is_not),
     };

@@ -474,9 +474,10 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
                     RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 4 --cp-comm-type "
                         "a2a+p2p --hierarchical-context-parallel-sizes 2 2",
                     "--cp-comm-type a2a+p2p does not run with the Mamba-2 layers of --hybrid-override-pattern");
-    expect_error_of(MT_PROGRAM_TRAIN, 2,
-                    RUN "--hybrid-override-pattern M- --mamba-num-groups 1 --tensor-model-parallel-size 2",
-                    "--mamba-num-groups 1 must be a multiple of --tensor-model-parallel-size 2");
+    expect_error_of(
+        MT_PROGRAM_TRAIN, 2,
+        RUN "--hybrid-override-pattern M- --mamba-num-groups 3 --mamba-num-heads 6 --tensor-model-parallel-size 2",
+        "--mamba-num-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
 #undef SIZES
 }
 
@@ -593,18 +594,29 @@ static void values_that_agree_are_no_contradiction(void **state) {
 /* Also at its default an option without effect is named; one that is off, or has an effect, is not. */
 static void options_at_their_default_without_effect_are_named(void **state) {
     (void)state;
-    static const char *const idle[] = {"--moe-router-topk has no effect: it needs --num-experts\n",
-                                       "--beta has no effect: it needs --stage dpo\n",
-                                       "--moe-grouped-gemm has no effect: it needs --num-experts\n",
-                                       "--fp8-margin has no effect: it needs --fp8-format\n",
-                                       "--adam-beta1 has no effect: --optimizer is lion\n",
-                                       "--sgd-momentum has no effect: it needs --optimizer sgd\n"};
+    static const char *const idle[] = {
+        "--moe-router-topk has no effect: it needs --num-experts\n",
+        "--beta has no effect: it needs --stage dpo\n",
+        "--moe-grouped-gemm has no effect: it needs --num-experts\n",
+        "--fp8-margin has no effect: it needs --fp8-format\n",
+        "--adam-beta1 has no effect: --optimizer is lion\n",
+        "--sgd-momentum has no effect: it needs --optimizer sgd\n",
+        "--pipeline-schedule has no effect: --pipeline-model-parallel-size is 1\n",
+        "--ckpt-format has no effect: there is no --save\n",
+        "--use-checkpoint-args has no effect: there is no --load\n",
+        "--gpu has no effect: it is for --plan, --explain and --print-launch\n",
+        "--gpus-per-host has no effect: it is for --plan, --explain and ",
+        "--eval-interval-fraction has no effect: --eval-iters is 0\n",
+        "--recompute-method has no effect: it needs --recompute-granularity full\n",
+        "--dsa-indexer-ties has no effect: it needs --experimental-attention-variant dsa"};
     mt_run_options options;
     char *text;
     size_t size;
     expect_good(&options, RUN "--moe-router-topk 2 --beta 0.1 --moe-grouped-gemm --fp8-margin 0 --optimizer lion "
                               "--adam-beta1 0.9 --sgd-momentum 0.9 --swiglu false --seed 1234 --lion-beta1 0.9 "
-                              "--micro-batch-size 1 --sequence-parallel false");
+                              "--micro-batch-size 1 --sequence-parallel false --pipeline-schedule 1f1b --gpu h200 "
+                              "--ckpt-format huggingface --use-checkpoint-args --gpus-per-host 8 --eval-iters 0 "
+                              "--eval-interval-fraction 0.5 --recompute-method default --dsa-indexer-ties torch");
     FILE *file = open_memstream(&text, &size);
     assert_non_null(file);
     mt_options_warn(&options, MT_PROGRAM_TRAIN, file);
@@ -614,6 +626,27 @@ static void options_at_their_default_without_effect_are_named(void **state) {
     for (size_t i = 0; i < sizeof idle / sizeof *idle; i++)
         if (!strstr(text, idle[i])) fail_msg("no line is \"%s\":\n%s", idle[i], text);
     assert_int_equal(lines, sizeof idle / sizeof *idle);
+    free(text);
+    mt_options_free(&options);
+}
+
+/* On the CPU, also where it was not asked for. */
+static void options_for_a_gpu_are_named_on_the_cpu(void **state) {
+    (void)state;
+    static const char *const idle[] = {"--deterministic-mode has no effect: on the CPU",
+                                       "--attention-backend flash has no effect: the CPU has one attention",
+                                       "--optimizer-cpu-offload has no effect: on the CPU"};
+    mt_run_options options;
+    char *text;
+    size_t size;
+    expect_good(&options, RUN "--deterministic-mode --attention-backend flash --optimizer-cpu-offload");
+    assert_int_equal(options.device, MT_DEVICE_AUTO);
+    FILE *file = open_memstream(&text, &size);
+    assert_non_null(file);
+    mt_options_warn_cpu(&options, MT_PROGRAM_TRAIN, file);
+    assert_int_equal(fclose(file), 0);
+    for (size_t i = 0; i < sizeof idle / sizeof *idle; i++)
+        if (!strstr(text, idle[i])) fail_msg("no line is \"%s\":\n%s", idle[i], text);
     free(text);
     mt_options_free(&options);
 }
@@ -1098,7 +1131,6 @@ static void set_by_name_and_the_command_line_give_one_answer(void **state) {
     fclose(list);
 }
 
-/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 /* To switch off a default of Megatron-LM that this program has changes numbers, and so do sums in fp32 beside bf16. */
 static void names_that_would_change_numbers_are_no_notes(void **state) {
     (void)state;
@@ -1124,6 +1156,7 @@ static void names_that_would_change_numbers_are_no_notes(void **state) {
     }
 }
 
+/* A file is for command lines, and so are names without effect: a program has no line to print them on. */
 static void a_program_sets_no_file_and_no_name_without_effect(void **state) {
     (void)state;
     mt_run_options o;
@@ -1198,7 +1231,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--untie-embeddings", "did you mean --untie-embeddings-and-output-weights?");
     expect_error(RUN "--no-such-flag", "unknown option --no-such-flag");
     expect_error(RUN "--cpu-offloading", "--fine-grained-activation-offloading keeps the activations");
-    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of the residual stream");
+    expect_error(RUN "--output-logit-dtype bf16", "not supported (other types of logits and of the loss)");
     expect_error(RUN "--moe-shared-expert-overlap=false", "can only be true here: a shared expert runs during");
 }
 
@@ -1206,11 +1239,11 @@ static void all_refused_names_are_reported_at_once(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *line = "--fp32-residual-connection --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
+    const char *line = "--fp16-lm-cross-entropy --enable-autocast --fn a b --d-model 3 --numlayers 3 4 --foo --lr 1";
     assert_int_equal(parse(&options, MT_PROGRAM_TRAIN, 1, line, &error), -1);
     assert_string_equal(error.text, "6 options cannot be used:\n"
-                                    "  is not supported (other types of the residual stream, of logits and of the "
-                                    "loss): --fp32-residual-connection, --enable-autocast\n"
+                                    "  is not supported (other types of logits and of the loss): "
+                                    "--fp16-lm-cross-entropy, --enable-autocast\n"
                                     "  has no meaning here (it is a Python function, or a part of one of Megatron's "
                                     "configuration classes); leave out: --fn\n"
                                     "  is named --hidden-size here: --d-model\n"
@@ -1767,7 +1800,7 @@ static void bad_yaml_is_refused_with_file_and_line(void **state) {
     (void)state;
     expect_yaml_error("enable_autocast: True\nlr: 1\nfoo: [1, [2]]\nfn: a\n",
                       "3 options cannot be used:\n"
-                      "  is not supported (other types of the residual stream, of logits and of the loss): "
+                      "  is not supported (other types of logits and of the loss): "
                       "run.yaml:1: enable_autocast\n"
                       "  is unknown: run.yaml:3: foo\n"
                       "  has no meaning here (it is a Python function, or a part of one of Megatron's configuration "
@@ -2172,7 +2205,6 @@ static void fp8_follows_megatron(void **state) {
         {"--fp8-format e4m3 --fp8-recipe tensorwise --tp-only-amax-red", "needs --fp8-recipe delayed"},
         {"--fp8-format hybrid --fp8-amax-history-len 0", "--fp8-amax-history-len must be in [1,65536], got 0"},
         {"--no-fp8-wgrad", "--no-fp8-wgrad needs --fp8-format"},
-        {"--first-last-layers-bf16", "--first-last-layers-bf16 needs --fp8-format"},
         {"--fp8-format hybrid --num-layers-at-start-in-bf16 2",
          "--num-layers-at-start-in-bf16 needs --first-last-layers-bf16"},
         {"--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 1",
@@ -2948,6 +2980,12 @@ static char *describe(mt_run_options *o) {
     "{\"model_type\": \"kimi_linear\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
     "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, \"num_experts\": 16, \"moe_intermediate_size\": 16, " LLAMA_SIZES
 
+#define GLM_MOE_DSA                                                                                                    \
+    "{\"model_type\": \"glm_moe_dsa\", \"num_key_value_heads\": 4, \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, "     \
+    "\"qk_rope_head_dim\": 4, \"v_head_dim\": 4, \"q_lora_rank\": 12, \"hidden_size\": 64, "                           \
+    "\"intermediate_size\": 128, \"num_attention_heads\": 4, \"max_position_embeddings\": 4096, \"vocab_size\": 100, " \
+    "\"num_experts_per_tok\": 8, \"n_routed_experts\": 16, \"moe_intermediate_size\": 16"
+
 /* The defaults of transformers 5 (configuration_FAMILY.py). */
 static void a_key_that_a_family_omits_has_the_familys_default(void **state) {
     (void)state;
@@ -3305,6 +3343,33 @@ static void a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it(v
     }
 }
 
+/* A schedule of indexers is found from the list of as many layers as a model may have, or refused, without trying all
+ * schedules: 10,000 x 10,000 of 10,000 layers would take hours. */
+static void a_schedule_of_many_indexers_is_found_in_its_list(void **state) {
+    (void)state;
+    enum { LAYERS = 10000 };
+    char pattern[LAYERS + 1] = {0}, *json = NULL;
+    size_t size;
+    for (int regular = 0; regular < 2; regular++) {
+        mt_run_options o;
+        mt_error error = {""};
+        FILE *file = open_memstream(&json, &size);
+        assert_non_null(file);
+        for (int i = 0; i < LAYERS; i++) pattern[i] = i < 3 || (i - 2) % 4 == 0 ? 'F' : 'S';
+        if (!regular) pattern[LAYERS - 3] = pattern[LAYERS - 3] == 'F' ? 'S' : 'F';
+        fprintf(file, GLM_MOE_DSA ", \"num_hidden_layers\": %d, \"index_topk_pattern\": \"%s\"}", LAYERS, pattern);
+        assert_int_equal(fclose(file), 0);
+        mt_options_default(&o);
+        int status = mt_options_read_hf_config(&o, json, (int64_t)size, "config.json", &error);
+        if (regular && status != 0) fail_msg("%s", error.text);
+        if (regular) assert_true(o.stack.dsa_indexer_topk_freq == 4 && o.stack.dsa_indexer_skip_topk_offset == 3);
+        if (!regular && (status == 0 || !strstr(error.text, "only indexers in every so many layers")))
+            fail_msg("%d: %s", status, error.text);
+        mt_options_free(&o);
+        free(json);
+    }
+}
+
 /* Parts that a family arranges in its own way, from the keys of released files. */
 static void families_keys_set_their_parts(void **state) {
     (void)state;
@@ -3387,6 +3452,17 @@ static void other_arrangements_of_a_family_are_refused(void **state) {
          "no layer has Kimi delta attention"},
         {KIMI_LINEAR ", \"linear_attn_config\": {\"kda_layers\": [1], \"full_attn_layers\": []}",
          "layer 2 is in neither \"kda_layers\" nor \"full_attn_layers\""},
+        {KIMI_LINEAR ", \"linear_attn_config\": {\"kda_layers\": [1, \"a\"], \"full_attn_layers\": [2]}",
+         "\"kda_layers\" must hold numbers of layers, from 1 to 2"},
+        {KIMI_LINEAR ", \"linear_attn_config\": {\"kda_layers\": [1], \"full_attn_layers\": [9999]}",
+         "\"full_attn_layers\" must hold numbers of layers, from 1 to 2"},
+        {KIMI_LINEAR ", \"linear_attn_config\": {\"kda_layers\": [1, 2], \"full_attn_layers\": [2]}",
+         "layer 2 stands twice in \"kda_layers\" and \"full_attn_layers\""},
+        {GRANITE ", \"position_embedding_type\": \"banana\"", "\"position_embedding_type\" is banana; supported: rope"},
+        {GLM_MOE_DSA ", \"num_hidden_layers\": 2, \"layer_types\": [\"indexed_attention\"]",
+         "\"layer_types\" must list 2 layers"},
+        {GLM_MOE_DSA ", \"num_hidden_layers\": 1099511627776",
+         "\"num_hidden_layers\" is 1.09951e+12, must be in [1,10000]"},
         {KIMI_LINEAR ", \"linear_attn_config\": {\"num_heads\": 0}", "\"num_heads\" is 0, must be in [1,65536]"},
         {MIMO_V2_FLASH ", \"swa_head_dim\": 128", "\"head_dim\" and \"swa_head_dim\" differ"},
         {MIMO_V2_FLASH ", \"swa_v_head_dim\": 64", "\"v_head_dim\" and \"swa_v_head_dim\" differ"},
@@ -4054,6 +4130,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(messages_have_the_names_that_were_given),
     cmocka_unit_test(values_that_agree_are_no_contradiction),
     cmocka_unit_test(options_at_their_default_without_effect_are_named),
+    cmocka_unit_test(options_for_a_gpu_are_named_on_the_cpu),
     cmocka_unit_test(warnings_have_the_names_that_were_given),
     cmocka_unit_test(slow_attention_is_announced),
     cmocka_unit_test(strategies_of_data_parallelism_are_checked),
@@ -4127,6 +4204,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(null_is_no_default),
     cmocka_unit_test(a_familys_padding_token_is_written_only_if_the_vocabulary_holds_it),
     cmocka_unit_test(families_keys_set_their_parts),
+    cmocka_unit_test(a_schedule_of_many_indexers_is_found_in_its_list),
     cmocka_unit_test(other_arrangements_of_a_family_are_refused),
     cmocka_unit_test(two_names_of_one_thing_must_agree),
     cmocka_unit_test(a_class_that_is_known_stands_for_an_unknown_type),

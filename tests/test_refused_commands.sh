@@ -31,8 +31,8 @@ prints_nothing_idle() {
 
 if [ -n "${HAVE_MPI:-}" ]; then
     # shellcheck disable=SC2086
-    check ranks_refuse_a_name_together refused_together 'fp32-residual-connection is not supported' "$train" $small \
-        --fp32-residual-connection
+    check ranks_refuse_a_name_together refused_together 'fp16-lm-cross-entropy is not supported' "$train" $small \
+        --fp16-lm-cross-entropy
     # shellcheck disable=SC2086
     check ranks_refuse_a_rule_together refused_together 'must be a multiple of' "$train" $small --ffn-hidden-size 33 \
         --tensor-model-parallel-size 2

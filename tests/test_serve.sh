@@ -16,6 +16,7 @@ begin() {
     # shellcheck disable=SC2046
     [ "$ranks" = 1 ] || set -- $(mpirun_here) -np "$ranks" "$@"
     : >"$work/log" # the server before has written another port
+    [ -z "$server" ] || kill -KILL "$server" # of a test that failed, or was left out by MT_ONLY
     "$@" >"$work/served" 2>"$work/log" </dev/null &
     server=$!
     port=''
@@ -125,6 +126,62 @@ other_models_serve() {
     done
 }
 
+# An adapter beside those of tests/golden/tune: another rank, scale and choice of matrices.
+makes_an_adapter() {
+    "$train" --device cpu --load $golden/llama --tokens-file $golden/llama/tokens.i32 --seq-length 32 --lr 0.03 \
+        --micro-batch-size 4 --global-batch-size 4 --train-iters 3 --lr-decay-style constant --lora-rank 3 \
+        --lora-alpha 7 --lora-target q_proj,down_proj --save "$work/adapter" >"$work/out" 2>"$work/err"
+}
+
+# Answers of infer with each adapter alone, on one rank, in $work/adapters.
+of_adapters() {
+    : >"$work/adapters"
+    for model in llama "one tests/golden/tune/lora" "two tests/golden/tune/patterns" "three $work/adapter"; do
+        # shellcheck disable=SC2086
+        set -- $model
+        of_infer $golden/llama ${2:+--load-adapter "$2"} || return 1
+        sed "s/^/$1 /" "$work/greedy" >>"$work/adapters"
+    done
+}
+
+# OPTIONS...: all adapters at once give the answers of each alone.
+adapters_answer_as_alone() {
+    begin $golden/llama --tokenizer-type ByteLevel --max-prefill-tokens 8 --inference-dynamic-batching-block-size 4 \
+        --inference-max-requests 8 --serve-adapter one=tests/golden/tune/lora two=tests/golden/tune/patterns \
+        three="$work/adapter" "$@" && asks adapters_answer_as_alone "$work/adapters" && end
+    status=$?
+    ranks=1
+    return $status
+}
+
+# Ten clients for each place in the queue. `make fire` has more of them.
+holds_under_fire() {
+    clients=${MT_FIRE_CLIENTS:-50}
+    begin $golden/llama --tokenizer-type ByteLevel --max-prefill-tokens 16 --inference-dynamic-batching-block-size 4 \
+        --inference-max-requests 8 --serve-queue $((clients / 10)) --serve-max-body 65536 --kv-cache-tokens 256 \
+        --serve-adapter one=tests/golden/tune/lora two=tests/golden/tune/patterns || return 1
+    hang=${MT_FIRE_SECONDS:-$hang} asks holds_under_fire "${MT_FIRE_REQUESTS:-2000}" "$clients" "$server" || return 1
+    [ -z "${MT_FIRE_REQUESTS:-}" ] || cat "$work/out"
+    end
+}
+
+wrong_adapters_are_refused() {
+    set -- --load $golden/llama --tokenizer-type ByteLevel --serve 0
+    lora=tests/golden/tune/lora
+    refused 'expects NAME=FOLDER' "$infer" "$@" --serve-adapter $lora &&
+        refused 'another model has the name a;' "$infer" "$@" --serve-adapter a=$lora a=$lora &&
+        refused 'another model has the name llama;' "$infer" "$@" --serve-adapter llama=$lora &&
+        refused 'serve-adapter a: .*absent' "$infer" "$@" --serve-adapter a="$work/absent" &&
+        refused 'serve-adapter a: .*holds a whole model' "$infer" "$@" --serve-adapter a=$golden/llama &&
+        refused 'exclude each other' "$infer" "$@" --serve-adapter a=$lora --load-adapter $lora &&
+        refused 'needs --serve' "$infer" --load $golden/llama --serve-adapter a=$lora || return 1
+    "$train" --device cpu --load $golden/qwen3_moe --tokens-file $golden/qwen3_moe/tokens.i32 --seq-length 32 --lr 1 \
+        --micro-batch-size 4 --global-batch-size 4 --train-iters 1 --lora-rank 1 --lora-target all-linear \
+        --save "$work/experts" >"$work/out" 2>"$work/err" &&
+        refused 'has adapters of experts, which are not served' "$infer" --load $golden/qwen3_moe --tokenizer-type \
+            ByteLevel --serve 0 --serve-adapter a="$work/experts"
+}
+
 # ranks FAMILY OPTIONS...: two ranks give the tokens of one.
 on_two_ranks() {
     family=$1
@@ -144,7 +201,7 @@ a_page_talks() {
         sed 's/"max_position_embeddings": 64/"max_position_embeddings": 8192/' $golden/llama/config.json \
             >"$work/long/config.json" || return 1
     mkdir "$work/profile"
-    begin "$work/long" --tokenizer-type ByteLevel --chat-template plain &&
+    begin "$work/long" --tokenizer-type ByteLevel --chat-template plain --serve-adapter one=tests/golden/tune/lora &&
         python3 tests/serve_page.py "$port" "$work/profile" 2>"$work/err" && end
 }
 
@@ -165,6 +222,7 @@ begin $golden/llama --tokenizer-type ByteLevel --chat-template plain --max-prefi
 check lists_the_model asks lists_the_model llama
 check tokens_are_those_of_the_tokenizer asks tokens_are_those_of_the_tokenizer
 check greedy_is_infers_whatever_else_runs greedy_is_infers_whatever_else_runs
+check prompts_are_read_in_parts asks prompts_are_read_in_parts 8
 check seeds_draw_infers_samples seeds_draw_infers_samples
 check scores_are_those_of_infer scores_are_those_of_infer
 check streams_are_the_whole_answers asks streams_are_the_whole_answers
@@ -172,7 +230,6 @@ check stops_cut_the_text asks stops_cut_the_text
 check wrong_requests_are_refused_in_one_sentence asks wrong_requests_are_refused_in_one_sentence
 check clients_that_leave_are_cancelled asks clients_that_leave_are_cancelled
 check garbage_harms_nobody asks garbage_harms_nobody
-check holds_under_fire asks holds_under_fire "${MT_FIRE_REQUESTS:-2000}" "${MT_FIRE_CLIENTS:-50}" "$server"
 check a_port_in_use_is_an_error a_port_in_use_is_an_error
 check it_ends_by_sigterm end
 check keys_open keys_open
@@ -180,6 +237,11 @@ check everybody_may_enter_is_said everybody_may_enter_is_said
 check limits_hold limits_hold
 check ends_after_its_work ends_after_its_work
 check other_models_serve other_models_serve
+check holds_under_fire holds_under_fire
+check wrong_adapters_are_refused wrong_adapters_are_refused
+check makes_an_adapter makes_an_adapter
+check reads_the_answers_of_adapters of_adapters
+check adapters_answer_as_alone adapters_answer_as_alone
 if command -v chromium >/dev/null; then
     check a_page_talks a_page_talks
 else
@@ -188,6 +250,10 @@ fi
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     check tensor_parallel_ranks_serve on_two_ranks llama --tensor-model-parallel-size 2
     check pipeline_ranks_serve on_two_ranks llama --pipeline-model-parallel-size 2
+    ranks=2
+    check adapters_on_tensor_parallel_ranks adapters_answer_as_alone --tensor-model-parallel-size 2
+    ranks=2
+    check adapters_on_pipeline_ranks adapters_answer_as_alone --pipeline-model-parallel-size 2
     check expert_parallel_ranks_serve on_two_ranks qwen3_moe --expert-model-parallel-size 2
 else
     echo 'skipped: ranks, as MPI is absent'

@@ -114,6 +114,23 @@ every_template_holds_a_conversation() {
     done
 }
 
+# An adapter that learned a template's end of a turn keeps it, and so does the merged model.
+an_adapter_names_the_end_of_a_turn() {
+    special_tokenizer "$work/special.json"
+    trains_special --mock-data --seq-length 64 --train-iters 1 --lr 1e-4 --save "$work/plain" || return 1
+    echo '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}' \
+        >"$work/one.jsonl"
+    "$train" --load "$work/plain" --finetune --sft --train-data-path "$work/one.jsonl" --chat-template chatml \
+        --seq-length 128 --train-iters 1 --lr 1e-3 --eval-iters 0 --lora-rank 2 --lora-target all-linear \
+        --save "$work/learned" --device cpu >"$work/out" 2>"$work/err" &&
+        "$infer" --load "$work/plain" --load-adapter "$work/learned" --merge-adapter "$work/whole" --device cpu \
+            >"$work/out" 2>"$work/err" </dev/null || return 1
+    for folder in "$work"/learned/iter_0000001 "$work/whole"; do
+        tr -d ' \n' <"$folder/generation_config.json" >"$work/flat" 2>/dev/null &&
+            says '"eos_token_id":\[[0-9]*,[0-9]*\]' "$work/flat" || return 1
+    done
+}
+
 # The template is found in the model's folder, and a saved checkpoint keeps it.
 the_recipe_of_qwen3_runs() {
     special_tokenizer "$work/special.json"
@@ -243,8 +260,8 @@ if [ -d "$shared/sft" ]; then
 else
     echo "skipped: ../shared/sft is absent"
 fi
-for test in every_template_holds_a_conversation the_recipe_of_qwen3_runs the_loss_follows_its_option \
-    bad_lines_are_named_and_counted preferences_resume_by_the_same_command \
+for test in every_template_holds_a_conversation an_adapter_names_the_end_of_a_turn the_recipe_of_qwen3_runs \
+    the_loss_follows_its_option bad_lines_are_named_and_counted preferences_resume_by_the_same_command \
     a_message_names_the_operand_that_is_not_finite a_model_remembers_the_template_plain \
     another_template_takes_the_place_of_plain options_without_meaning_are_refused; do
     check $test $test

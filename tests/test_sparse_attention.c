@@ -285,6 +285,37 @@ static void rows_of_two_ranks_are_those_of_one(void **state) {
     }
 }
 
+/* A NaN in an operand of the indexer: the queries whose choice it decides are NaN for attention too, in their first
+ * element, and no others; the loss is NaN, and so are gradients of these queries. */
+static void a_score_that_is_not_a_number_reaches_attention_and_the_loss(void **state) {
+    (void)state;
+    static operands o;
+    static float dq[T * H * D], dweights[T * H], dk[T * D], attention[T * 2];
+    enum { BAD = 50 };
+    shares_fill();
+    for (int operand = 0; operand < 3; operand++) {
+        operands_fill(&o, false);
+        *(operand == 0   ? &o.q[(BAD * H + 1) * D + 2]
+          : operand == 1 ? &o.weights[BAD * H + 1]
+                         : &o.k[BAD * D + 2]) = NAN;
+        for (int64_t i = 0; i < T * 2; i++) attention[i] = 1;
+        mt_indexer_args a = indexer_of(&o);
+        a.attention_q = attention, a.attention_q_stride = 2;
+        mt_cpu_ops.indexer_forward(&a, MT_F32, NULL);
+        double counted, loss = loss_of(&o, true, &counted, dq, dweights, dk);
+        if (!isnan(loss)) fail_msg("operand %d: the loss is %g", operand, loss);
+        for (int64_t t = 0; t < T; t++) {
+            bool is_bad = operand == 2 ? t >= BAD && t < FIRST : t == BAD, has_nan = false;
+            for (int64_t i = 0; i < H * D; i++) has_nan |= isnan(dq[t * H * D + i]);
+            for (int64_t i = 0; i < H; i++) has_nan |= isnan(dweights[t * H + i]);
+            if (isnan(attention[2 * t]) != is_bad || isnan(attention[2 * t + 1]))
+                fail_msg("operand %d: attention's query %d is %g", operand, (int)t, (double)attention[2 * t]);
+            if (token_index[t] >= 0 && has_nan != is_bad) // padding multiplies keys by 0
+                fail_msg("operand %d: gradients of query %d", operand, (int)t);
+        }
+    }
+}
+
 /* ---- models */
 
 enum { TOKENS = 96, LENGTH = 48, VOCABULARY = 64 };
@@ -505,6 +536,7 @@ int main(void) {
         cmocka_unit_test(equal_scores_are_selected_as_by_torch_on_demand),
         cmocka_unit_test(the_loss_of_many_blocks_is_the_divergence_and_its_gradients_are_slopes),
         cmocka_unit_test(rows_of_two_ranks_are_those_of_one),
+        cmocka_unit_test(a_score_that_is_not_a_number_reaches_attention_and_the_loss),
         cmocka_unit_test(attention_over_all_keys_is_latent_attention),
         cmocka_unit_test(the_indexers_loss_trains_the_indexer_by_its_slope_and_nothing_else),
         cmocka_unit_test(the_indexers_loss_in_bf16_is_that_in_fp32),

@@ -68,6 +68,34 @@ a_c_test_runs_alone() {
         [ "$(grep -c '^\[ RUN ' "$work/out")" = 1 ] && says "^\[ RUN *\] $chosen$" "$work/out"
 }
 
+# A suite in C with two tests; the long one is left out where sections choose suites, unless it is asked for by name.
+a_brief_run_leaves_out_the_long_test() {
+    cat >"$work/brief.c" <<'END'
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+const char long_test[] = "slow*";
+static void quick(void **state) { (void)state; }
+static void slow_one(void **state) { (void)state; }
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(quick), cmocka_unit_test(slow_one)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
+END
+    ${CC:-cc} "$work/brief.c" tests/only.c -o "$work/brief" -lcmocka >"$work/out" 2>&1 || return 1
+    runs_of() { "$@" 2>&1 | sed -n 's/^\[ RUN *\] //p' | paste -s -d ' ' -; }
+    [ "$(runs_of env MT_ONLY= MT_BRIEF=9d "$work/brief")" = quick ] &&
+        [ "$(runs_of env MT_ONLY= MT_BRIEF= "$work/brief")" = 'quick slow_one' ] &&
+        [ "$(runs_of env MT_ONLY=slow_one MT_BRIEF=9d "$work/brief")" = slow_one ] || return 1
+    sed -n 's/^const char long_test\[\] = "\(.*\)";.*/\1/p' tests/test_*_mpi.c >"$work/names"
+    [ -s "$work/names" ] || return 1
+    while read -r long; do
+        grep -q "cmocka_unit_test($long)" tests/test_*.c || { echo "long_test: no test is named $long" && return 1; }
+    done <"$work/names"
+}
+
 # The release: the first version of CHANGELOG.md is the header's, and its first list is of breaking changes where the
 # first number has changed. Headers and files that UPGRADING.md sends a reader to exist.
 the_release_is_described() {
@@ -111,6 +139,7 @@ check sections_choose_suites sections_choose_suites
 check names_exist names_exist
 check the_release_is_described the_release_is_described
 if [ -x "${MT_TESTS:-}/test_grid" ]; then
+    check a_brief_run_leaves_out_the_long_test a_brief_run_leaves_out_the_long_test
     check a_c_test_runs_alone a_c_test_runs_alone
 else
     echo "skipped: a_c_test_runs_alone, test_grid is not built"

@@ -3,6 +3,7 @@
 
 #include "../base/file.h"
 #include "../base/safetensors.h"
+#include "../models/special_tokens.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "checkpoint_folder.h"
@@ -645,6 +646,7 @@ int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
                                "out --lora-rank to continue its run, or give the adapter another --save",
                                o->load_adapter);
     if (status == 0) status = mt_adapter_read_config(o, folder, error);
+    if (status == 0) status = mt_generation_config_add_ends(o, folder, error); // of its chat template
     free(folder);
     return status;
 }

@@ -677,6 +677,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_options *o, const mt
 #undef MT_SET_STATE
     mt_json_set_real(json, "loss_average", average->mean);
     mt_json_set_int(json, "loss_average_steps", average->steps);
+    mt_json_set_int(json, "skipped_iterations", state->skipped_iterations);
     if (o->stack.fp16 || state->skipped_samples > 0) mt_json_set_int(json, "skipped_samples", state->skipped_samples);
     if (o->stack.fp16) {
         mt_json_set_real(json, "loss_scale", state->loss_scaler.scale);
@@ -732,7 +733,8 @@ static int mt_small_files_write(const mt_model *m, const mt_run_options *o, cons
     char *config = adapts ? mt_adapter_print_config(o) : mt_options_write_hf_config(o);
     int status = mt_text_write(folder, adapts ? "adapter_config.json" : "config.json", config, error);
     free(config);
-    if (status == 0 && !adapts) status = mt_generation_config_write(o, folder, error);
+    bool ends = !adapts || o->generation_config; // an adapter's: the base's, and the end of a turn that it learned
+    if (status == 0 && ends) status = mt_generation_config_write(o, folder, error);
     if (status == 0) status = mt_trainer_write(m, o, state, average, folder, error);
     if (status == 0 && extra) status = extra(context, folder, error);
     return status;
@@ -1447,6 +1449,7 @@ static int mt_saver_begin_save(mt_saver *s, const mt_run_state *state, mt_error 
     if (mt_model_get_plan(s->save.model)->train) {
         s->loss_average = mt_train_loss_average(s->save.model);
         s->state.optimizer_step = mt_train_updates(s->save.model, state);
+        s->state.skipped_iterations = mt_train_skipped(s->save.model, state);
     }
     s->fp8 = mt_fp8_collect(s->save.model, &s->fp8_bytes);
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
@@ -1519,6 +1522,7 @@ int mt_saved_write(mt_saved_set *set, const mt_run_options *o, mt_dtype dtype, c
 int mt_checkpoint_rewind(mt_model *m, const mt_run_options *o, mt_run_state *state, mt_saver *saver, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     const mt_data_state data = state->data; // as this run reads them, also where an older checkpoint does not know
+    const int64_t skipped = state->skipped_iterations; // also of the steps that are run again
     if (mt_saver_finish(saver, error) != 0) return -1; // it must not replace or remove the one that is loaded
     bool replaces = o->overwrite && saver && mt_saver_in_place(saver) < 0; // the folder still holds another run's
     bool saved = o->save && !replaces && mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
@@ -1529,7 +1533,7 @@ int mt_checkpoint_rewind(mt_model *m, const mt_run_options *o, mt_run_state *sta
                             "go back to; lower --save-interval",
                             (long long)mt_train_bad_iteration(m));
     if (mt_checkpoint_load_found(m, o, state, saved ? o->save : o->load, saved, NULL, error) != 0) return -1;
-    state->data = data;
+    state->data = data, state->skipped_iterations = skipped;
     mt_train_rewound(m);
     if (world->rank == 0) fprintf(stderr, "warning: went back to iteration %lld\n", (long long)state->iteration);
     return 0;

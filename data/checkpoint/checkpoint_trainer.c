@@ -63,12 +63,15 @@ static int mt_trainer_read_data(const json_t *json, mt_run_state *state, const c
     return mt_trainer_int(json, "data_fingerprint", INT64_MAX, path, &state->data.fingerprint, error);
 }
 
-/* The scale of the loss, which runs in fp16 have, and the samples that they skipped, which runs that began in fp16
- * keep. Scale 0: no step was made. */
-static int mt_trainer_read_scaler(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
+/* The steps without an update, which older files lack; the scale of the loss, which runs in fp16 have, and the samples
+ * that they skipped, which runs that began in fp16 keep. Scale 0: no step was made. */
+static int mt_trainer_read_skips(const json_t *json, mt_run_state *state, const char *path, mt_error *error) {
     mt_loss_scaler *scaler = &state->loss_scaler;
     const json_t *trackers = json_object_get(json, "hysteresis_tracker"), *scale = json_object_get(json, "loss_scale");
-    *scaler = (mt_loss_scaler){0}, state->skipped_samples = 0;
+    *scaler = (mt_loss_scaler){0}, state->skipped_samples = state->skipped_iterations = 0;
+    if (json_object_get(json, "skipped_iterations") &&
+        mt_trainer_int(json, "skipped_iterations", MT_MOST_COUNTED, path, &state->skipped_iterations, error) != 0)
+        return -1;
     if (json_object_get(json, "skipped_samples") &&
         mt_trainer_int(json, "skipped_samples", state->consumed_train_samples, path, &state->skipped_samples, error) !=
             0)
@@ -101,7 +104,7 @@ int mt_trainer_read(const mt_run_options *o, mt_run_state *state, mt_loss_averag
     if (status == 0) status = mt_trainer_int(json, #field, MT_MOST_COUNTED, path, &state->field, error);
     MT_RUN_STATE_FIELDS(MT_READ_STATE)
 #undef MT_READ_STATE
-    if (status == 0) status = mt_trainer_read_scaler(json, state, path, error);
+    if (status == 0) status = mt_trainer_read_skips(json, state, path, error);
     if (status == 0 && json_object_get(json, "loss_average")) {
         average->mean = json_number_value(json_object_get(json, "loss_average"));
         if (!json_is_number(json_object_get(json, "loss_average")))

@@ -1,5 +1,6 @@
 /* convert.c: a model's weights from one format of folders into another, tensor by tensor. The files of the source are
- * mapped, and their pages given back after each tensor. */
+ * mapped, and read in the order of their bytes; their pages are given back on the way, so that memory holds the tensor
+ * that is written and MT_CONVERTED_PAGES of the source. */
 #include "convert.h"
 
 #include "../base/file.h"
@@ -13,13 +14,16 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { MT_CONVERTED_PAGES = 4 << 20 };
+
 /* The weights to convert: one of the two. */
 typedef struct mt_converted {
     const mt_run_options *options;
     char *folder;
     mt_safetensors *set;
     mt_megatron *megatron;
-    float *line; // a row of a parameter
+    float *line;        // of a parameter
+    int64_t unreleased; // bytes that were read since pages of the source were given back
 } mt_converted;
 
 /* Where the elements of a parameter are. */
@@ -49,41 +53,50 @@ static int mt_origin_find(mt_origin *from, const mt_converted *c, const mt_param
                         from->tensor->file, from->tensor->name, mt_dtype_name(dtype));
 }
 
-/* line[cols] = row r of the parameter. */
-static void mt_origin_read(const mt_origin *from, const mt_param *param, int64_t r, float *line) {
+/* A line of a parameter in the order of its origin's bytes: row i, or column i of a transposed one, [count]. */
+typedef struct mt_line {
+    bool is_column;
+    int64_t i, count;
+} mt_line;
+
+/* values[count] = a line of the parameter. */
+static void mt_origin_read(const mt_origin *from, mt_line line, float *values) {
     const mt_placement *place = &from->place;
-    int64_t row = mt_placement_row(place, r), cols = param->whole_cols;
     if (from->tensor) {
         mt_dtype dtype = from->tensor->dtype;
-        int64_t size = mt_dtype_size(dtype), step = place->transposed ? place->width : 1;
+        int64_t size = mt_dtype_size(dtype), row = mt_placement_row(place, line.is_column ? 0 : line.i);
+        bool is_dense = !line.is_column || (place->stride == 1 && place->groups <= 1);
         const char *slice = (const char *)from->tensor->data + place->slice * (from->tensor->bytes / place->slices);
-        const char *at = slice + (place->transposed ? row : row * place->width) * size;
-        for (int64_t c = 0, n = place->transposed ? 1 : cols; c < cols; c += n)
-            mt_stored_to_f32(line + c, 1, at + c * step * size, dtype, n);
+        for (int64_t i = 0, n = is_dense ? line.count : 1; i < line.count; i += n) {
+            if (line.is_column) row = mt_placement_row(place, i);
+            int64_t at = line.is_column ? line.i * place->width + row : row * place->width + i;
+            mt_stored_to_f32(values + i, 1, slice + at * size, dtype, n);
+        }
         return;
     }
+    int64_t row = mt_placement_row(place, line.i);
     for (const mt_megatron_piece *piece = from->matrix->pieces; piece < from->matrix->pieces + from->matrix->count;
          piece++) {
         mt_rectangle part = piece->part;
         if (row < part.row || row >= part.row + part.rows) continue;
         const char *at =
             (const char *)piece->tensor.data + (row - part.row) * part.cols * mt_dtype_size(piece->tensor.dtype);
-        mt_stored_to_f32(line + part.col, 1, at, piece->tensor.dtype, part.cols);
-        for (int64_t c = 0; place->shift != 0 && c < part.cols; c++) line[part.col + c] -= place->shift;
+        mt_stored_to_f32(values + part.col, 1, at, piece->tensor.dtype, part.cols);
+        for (int64_t c = 0; place->shift != 0 && c < part.cols; c++) values[part.col + c] -= place->shift;
     }
 }
 
-/* Elements of a row into their places in the tensor. */
-static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *place, int64_t r, const float *line,
-                          int64_t cols, char *values) {
-    int64_t size = mt_dtype_size(tensor->dtype), row = mt_placement_row(place, r);
-    int64_t step = place->transposed ? place->width : 1;
-    char *at = values + place->slice * (tensor->bytes / place->slices);
-    at += (place->transposed ? row : row * place->width) * size;
-    for (int64_t c = 0; c < cols; c++) {
-        float value = place->shift != 0 ? line[c] + place->shift : line[c]; // 0 would change the sign of -0
+/* Elements of a line into their places in the tensor. */
+static void mt_line_write(const mt_saved_tensor *tensor, const mt_placement *place, mt_line line, const float *from,
+                          char *values) {
+    int64_t size = mt_dtype_size(tensor->dtype);
+    char *slice = values + place->slice * (tensor->bytes / place->slices);
+    for (int64_t i = 0; i < line.count; i++) {
+        int64_t row = mt_placement_row(place, line.is_column ? i : line.i), col = line.is_column ? line.i : i;
+        float value = place->shift != 0 ? from[i] + place->shift : from[i]; // 0 would change the sign of -0
         uint16_t half = mt_f32_to_half(value, tensor->dtype);
-        memcpy(at + c * step * size, mt_dtype_is_half(tensor->dtype) ? (const void *)&half : &value, (size_t)size);
+        char *at = slice + (place->transposed ? col * place->width + row : row * place->width + col) * size;
+        memcpy(at, mt_dtype_is_half(tensor->dtype) ? (const void *)&half : &value, (size_t)size);
     }
 }
 
@@ -95,6 +108,14 @@ static void mt_converted_release(const mt_converted *c) {
         if (files[i].mapped) mt_mapping_release(files[i].base, files[i].bytes);
 }
 
+/* Gives back the pages of the source after so many bytes. */
+static void mt_converted_count(mt_converted *c, int64_t bytes) {
+    c->unreleased += bytes;
+    if (c->unreleased < MT_CONVERTED_PAGES) return;
+    mt_converted_release(c);
+    c->unreleased = 0;
+}
+
 /* The values of a tensor, from its parameters'. */
 static int mt_converted_fill(void *context, const mt_saved_tensor *tensor, void *values, mt_error *error) {
     mt_converted *c = context;
@@ -103,10 +124,14 @@ static int mt_converted_fill(void *context, const mt_saved_tensor *tensor, void 
         mt_placement place = mt_saved_place(tensor, param, &c->options->stack);
         mt_origin from;
         if (mt_origin_find(&from, c, param, error) != 0) return -1;
-        c->line = mt_realloc(c->line, param->whole_cols * (int64_t)sizeof *c->line);
-        for (int64_t r = 0; r < mt_param_rows_stored(param); r++) {
-            mt_origin_read(&from, param, r, c->line);
-            mt_line_write(tensor, &place, r, c->line, param->whole_cols, values);
+        int64_t rows = mt_param_rows_stored(param), cols = param->whole_cols;
+        bool by_column = from.tensor && from.place.transposed;
+        mt_line line = {by_column, 0, by_column ? rows : cols};
+        c->line = mt_realloc(c->line, line.count * (int64_t)sizeof *c->line);
+        for (; line.i < (by_column ? cols : rows); line.i++) {
+            mt_origin_read(&from, line, c->line);
+            mt_line_write(tensor, &place, line, c->line, values);
+            mt_converted_count(c, line.count * (int64_t)sizeof *c->line);
         }
     }
     mt_converted_release(c);

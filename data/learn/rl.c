@@ -66,7 +66,7 @@ struct mt_rl {
     mt_transfer *transfer; // from actor to generator; NULL: the actor generates
     mt_saver *critic_saver;
     char *critic_folder;       // that it saves to
-    mt_run_state critic_state; // its optimizer_step, loss_scaler and skipped_samples
+    mt_run_state critic_state; // its numbers of take_trained
     mt_samples prompts;
     int64_t *quotas;                          // prompts of an iteration of each of --prompt-shares
     mt_stops stops;                           // tokens that end a response
@@ -90,8 +90,7 @@ struct mt_rl {
     double reroutes;       // the share of its choices that training would not have made
     double value_loss;
     phase_times times;
-    double entropy;               // of the actor, summed over the tokens that count
-    int64_t untrained, bad_steps; // iterations of this run without a step; steps without an update, as last reported
+    double entropy; // of the actor, summed over the tokens that count
     mt_report_number numbers[MT_MAX_REPORT_NUMBERS];
     int64_t num_numbers;
     mt_step_plan plan; // the micro-batches at hand
@@ -583,7 +582,7 @@ void mt_rl_close(mt_rl *rl) {
 /* The numbers that each role that trains has of its own. */
 static void take_trained(mt_run_state *to, const mt_run_state *from) {
     to->optimizer_step = from->optimizer_step, to->loss_scaler = from->loss_scaler;
-    to->skipped_samples = from->skipped_samples;
+    to->skipped_samples = from->skipped_samples, to->skipped_iterations = from->skipped_iterations;
 }
 
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
@@ -1119,6 +1118,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
         status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
                                i + 1 == steps ? metrics : NULL, error);
         own->optimizer_step = inner.optimizer_step, own->loss_scaler = inner.loss_scaler;
+        own->skipped_iterations = inner.skipped_iterations;
     }
     if (o->stack.fp16 && steps > 0 && status == 0 && own->optimizer_step == updates)
         own->skipped_samples = skipped + o->stack.global_batch_size;
@@ -1336,14 +1336,13 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
         return mt_error_set(error, "%s", cause.text);
     if (status != 0) return status;
     bool trains = mt_rollouts_count(r) > 0;
-    rl->untrained += !trains;
+    if (!trains) state->skipped_iterations++;
     rl->times.all_seconds = mt_time() - begin;
     add_times(rl, state->iteration + 1);
     collect_numbers(rl);
     if (metrics) { // of the iteration, not of its last step
         metrics->tokens = sequence_tokens(rl), metrics->seconds = rl->times.all_seconds;
-        if (trains) rl->bad_steps = metrics->skipped;
-        metrics->skipped = rl->bad_steps + rl->untrained;
+        metrics->skipped = mt_train_skipped(rl->actor.model, state);
     }
     state->iteration++;
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size;

@@ -243,7 +243,7 @@ static bool is_baseline(const mt_rollouts *r, int64_t s) {
 /* True if the group is left out. rewards: of all responses. */
 static bool is_dropped(const mt_rollouts *r, const mt_rollout_config *c, int64_t group, const double *rewards) {
     const double *of_group = rewards + group * r->group_size;
-    if (!c->dynamic_sampling || competitors(r) == 1) return false;
+    if (!c->dynamic_sampling || competitors(r) == 1 || !isfinite(of_group[0])) return false;
     for (int64_t i = 1; i < competitors(r); i++)
         if (of_group[i] != of_group[0]) return false;
     return true;

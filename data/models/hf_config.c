@@ -1139,6 +1139,14 @@ static int64_t mt_config_kda_size(mt_config *config, const char *inner, const ch
     return size;
 }
 
+/* A list of numbers of layers, the first being 1; NULL: none. */
+static void mt_config_check_numbers(mt_config *config, const char *key, const json_t *list, int64_t num_layers) {
+    int64_t number;
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (!mt_json_int(json_array_get(list, i), 1, num_layers, &number))
+            mt_config_fail(config, "\"%s\" must hold numbers of layers, from 1 to %lld", key, (long long)num_layers);
+}
+
 /* Kimi delta attention: its sizes, and its layers: a list of all, or the numbers of these, or all but every fourth
  * behind the first. Numbers begin with 1. */
 static void mt_config_read_kda(mt_config *config, mt_run_options *shape) {
@@ -1158,6 +1166,8 @@ static void mt_config_read_kda(mt_config *config, mt_run_options *shape) {
     if (config->failed) return;
     char *letters = mt_calloc(shape->stack.num_layers + 1);
     bool by_number = !types && numbers && full;
+    mt_config_check_numbers(config, "kda_layers", numbers, shape->stack.num_layers);
+    mt_config_check_numbers(config, "full_attn_layers", full, shape->stack.num_layers);
     for (int k = 0; k < 2 && types && numbers && full; k++)
         for (size_t i = 0; i < json_array_size(k ? numbers : full); i++) {
             int64_t number = json_integer_value(json_array_get(k ? numbers : full, i));
@@ -1180,7 +1190,11 @@ static void mt_config_read_kda(mt_config *config, mt_run_options *shape) {
     for (int k = 0; k < 2 && by_number; k++)
         for (size_t i = 0; i < json_array_size(k ? numbers : full); i++) {
             int64_t number = json_integer_value(json_array_get(k ? numbers : full, i));
-            if (number >= 1 && number <= shape->stack.num_layers) letters[number - 1] = k ? '1' : '0';
+            if (number < 1 || number > shape->stack.num_layers) continue;
+            if (letters[number - 1] != '?')
+                mt_config_fail(config, "layer %lld stands twice in \"kda_layers\" and \"full_attn_layers\"",
+                               (long long)number);
+            letters[number - 1] = k ? '1' : '0';
         }
     if (strchr(letters, '?'))
         mt_config_fail(config, "layer %lld is in neither \"kda_layers\" nor \"full_attn_layers\"",
@@ -1292,7 +1306,7 @@ static void mt_config_read_steps(mt_config *config, mt_run_options *shape) {
 }
 
 /* Granite's heads of Mamba-2, whose width may be "auto", its scale of attention, which is 1 in a file without it, and
- * its positions: RoPE, or none by any other word. */
+ * its positions. */
 static void mt_config_finish_granite(mt_config *config, mt_run_options *shape) {
     const json_t *width = mt_config_get(config->root, "mamba_d_head");
     bool is_auto = !width || (json_is_string(width) && strcmp(json_string_value(width), "auto") == 0);
@@ -1309,6 +1323,8 @@ static void mt_config_finish_granite(mt_config *config, mt_run_options *shape) {
     int64_t channels = shape->stack.hidden_size / mt_max(shape->stack.num_attention_heads, 1);
     if (!(scale > 0)) mt_config_fail(config, "\"attention_multiplier\" is %g, must be above 0", scale);
     shape->stack.softmax_scale = scale == 1 / sqrt((double)channels) ? 0 : scale;
+    if (positions && mt_choice_index("rope|nope|none", positions) < 0)
+        mt_config_fail(config, "\"position_embedding_type\" is %.60s; supported: rope and nope", positions);
     if (!positions || strcmp(positions, "rope") != 0) return;
     shape->stack.position_embedding_type = MT_POSITION_ROPE;
     mt_config_read_rope(config, shape);
@@ -1445,6 +1461,8 @@ static void mt_config_read_indexers(mt_config *config, uint64_t mask, mt_run_opt
     const json_t *kinds = mt_config_list(config, config->root, "layer_types");
     const json_t *list = mt_config_list(config, config->root, "indexer_types");
     const char *key = "indexer_types";
+    if (kinds && (int64_t)json_array_size(kinds) != num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
     for (size_t i = 0; i < json_array_size(kinds); i++) {
         const char *kind = json_string_value(json_array_get(kinds, i));
         if (!kind || strcmp(kind, "indexed_attention") != 0)
@@ -1459,8 +1477,11 @@ static void mt_config_read_indexers(mt_config *config, uint64_t mask, mt_run_opt
     bool *full = mt_calloc(num_layers * (int64_t)sizeof *full), found = false;
     for (int64_t i = 0; i < num_layers; i++) full[i] = mt_has_indexer(i, freq, offset);
     if (list) mt_config_read_indexer_types(config, key, list, full, num_layers);
-    for (int64_t i = -1; i < num_layers * num_layers && !found; i++) { // the file's own schedule first
-        if (i >= 0) freq = i / num_layers + 1, offset = i % num_layers + 1;
+    int64_t first = 0, second; // layers before the first one that shares, and the next layer with an indexer
+    while (first < num_layers && full[first]) first++;
+    for (second = first; second < num_layers && !full[second];) second++;
+    for (int i = 0; i < 2 && !found; i++) { // the file's own schedule first
+        if (i == 1) freq = first == num_layers ? 1 : second - first + 1, offset = mt_max(first, 1);
         found = true;
         for (int64_t layer = 0; layer < num_layers; layer++)
             found &= full[layer] == mt_has_indexer(layer, freq, offset);
@@ -1638,6 +1659,8 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
     json_object_set_new(root, "label2id", json_pack("{si}", "LABEL_0", 0));
 }
 
+enum { MOST_LAYERS = 10000 }; // of --num-layers
+
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     mt_error problem;
@@ -1651,6 +1674,7 @@ static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
         mask |= mt_config_int(config, config->root, "num_local_experts", 8) > 0 ? GRANITE_MOE : GRANITE_DENSE;
     mt_config_read_quantization(config, shape);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
+    if (shape->stack.num_layers > MOST_LAYERS) return; // which is refused; before lists of so many
     mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);

@@ -214,6 +214,22 @@ static bool add_ends(mt_stops *stops, const json_t *object) {
     return fits;
 }
 
+int mt_generation_config_add_ends(mt_run_options *options, const char *folder, mt_error *error) {
+    mt_stops stops = {0};
+    char *base = options->generation_config;
+    options->generation_config = NULL;
+    int status = mt_generation_config_read(options, folder, error);
+    char *own = options->generation_config;
+    options->generation_config = base;
+    json_t *json = own ? mt_json_parse(own, (int64_t)strlen(own), 0, folder, error) : NULL;
+    if (status == 0 && json && !add_ends(&stops, json))
+        status = mt_error_set(error, "%s/generation_config.json: more than %d tokens end a text", folder, MT_MAX_STOPS);
+    for (int64_t i = 0; i < stops.count && status == 0; i++) mt_generation_config_add_end(options, stops.ids[i]);
+    json_decref(json);
+    free(own);
+    return status;
+}
+
 void mt_stops_warn(const mt_run_options *o, FILE *file) {
     mt_stops stops;
     mt_error error; // reported where the list is needed

@@ -28,6 +28,9 @@ void mt_special_tokens_set(json_t *object, const mt_run_options *options, bool n
  * of sampling of another type. */
 int mt_generation_config_read(mt_run_options *options, const char *folder, mt_error *error);
 
+/* Adds the end tokens of the generation_config.json of a folder, an adapter's, if it has one. Errors as above. */
+int mt_generation_config_add_ends(mt_run_options *options, const char *folder, mt_error *error);
+
 /* Writes generation_config.json: as it was read, or else the ids of special tokens, if there are any. */
 int mt_generation_config_write(const mt_run_options *options, const char *folder, mt_error *error);
 

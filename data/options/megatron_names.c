@@ -53,22 +53,32 @@ static const struct {
     // transformers' TrainingArguments
     {"adam-epsilon", "adam-eps"},
     {"eval-steps", "eval-interval", NULL, "false="},
+    {"full-determinism", "deterministic-mode"},
+    {"gradient-checkpointing", "recompute-granularity", "full"},
     {"learning-rate", "lr"},
     {"logging-steps", "log-interval"},
     {"lr-scheduler-type", "lr-decay-style", NULL,
-     "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD"},
+     "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD|"
+     "cosine_with_restarts=!the learning rate has no restarts: take cosine|"
+     "polynomial=!take linear, or another of --lr-decay-style"},
     {"max-grad-norm", "clip-grad"},
     {"max-steps", "train-iters", NULL, "-1=|0="},
+    {"no-cuda", "device", "cpu"},
     {"num-train-epochs", "train-epochs"},
     {"optim", "optimizer", NULL,
-     "adamw_torch=adam|adamw_torch_fused=adam|adamw_hf=adam|adamw=adam|"
+     "adamw_torch=adam|adamw_torch_fused=adam|adamw_hf=adam|adamw=adam|adamw_apex_fused=adam|"
+     "adamw_torch_npu_fused=adam|adamw_torch_xla=adam|paged_adamw=adam|paged_adamw_32bit=adam|lion_32bit=lion|"
+     "paged_lion_32bit=lion|"
      "sgd=!transformers' SGD has no momentum: take --optimizer sgd --sgd-momentum 0"},
     {"output-dir", "save"},
     {"overwrite-output-dir", "overwrite"},
     {"per-device-train-batch-size", "micro-batch-size"},
+    {"per-gpu-train-batch-size", "micro-batch-size"},
+    {"resume-from-checkpoint", "auto-resume"},
     {"save-only-model", "no-save-optim"},
     {"save-steps", "save-interval", NULL, "-1=|0="},
     {"save-total-limit", "keep-checkpoints", NULL, "false="},
+    {"use-cpu", "device", "cpu"},
     {"warmup-ratio", "lr-warmup-fraction"},
     {"warmup-steps", "lr-warmup-iters"},
 };
@@ -115,25 +125,24 @@ static const struct {
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "adafactor auto-find-batch-size batch-eval-metrics enable-jit-checkpoint use-cache bf16-full-eval "
      "dataloader-drop-last do-predict eval-on-start eval-use-gather-object "
-     "fp16-full-eval full-determinism group-by-length hub-always-push hub-private-repo "
+     "fp16-full-eval group-by-length hub-always-push hub-private-repo "
      "ignore-data-skip include-inputs-for-metrics "
-     "jit-mode-eval load-best-model-at-end no-cuda predict-with-generate prediction-loss-only "
+     "jit-mode-eval load-best-model-at-end predict-with-generate prediction-loss-only "
      "push-to-hub restore-callback-states-from-checkpoint save-on-each-node sortish-sampler "
-     "tpu-metrics-debug use-cpu use-ipex use-legacy-prediction-loop use-mps-device",
+     "tpu-metrics-debug use-ipex use-legacy-prediction-loop use-mps-device",
      "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS,
      "average-tokens-across-devices dataloader-in-order eval-do-concat-batches "
      "save-safetensors",
      "true"},
-    {MT_NAME_ALWAYS, "--recompute-granularity full or selective recomputes activations", "gradient-checkpointing",
-     "false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "do-train do-eval", "true|false"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "disable-tqdm", "true|false"},
     {MT_NAME_ALWAYS, "--eval-steps, --save-steps and --logging-steps count steps",
      "eval-strategy evaluation-strategy logging-strategy save-strategy", "steps|no"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "eval-delay fsdp-min-num-params", "0"},
     {MT_NAME_ALWAYS, "labels are not smoothed", "label-smoothing-factor", "0|0.0"},
-    {MT_NAME_ALWAYS, "evaluation has the micro-batches of training", "per-device-eval-batch-size", "8"},
+    {MT_NAME_IDLE, "evaluation has the micro-batches of training, or of --eval-micro-batch-size",
+     "per-device-eval-batch-size per-gpu-eval-batch-size"},
     // the sections accelerator_config and fsdp_config
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "even-batches use-seedable-sampler", "true"},
     {MT_NAME_ALWAYS, OF_TRANSFORMERS, "non-blocking use-configured-state", "false"},
@@ -165,9 +174,8 @@ static const struct {
      "generation-max-length generation-num-beams greater-is-better hub-model-id "
      "hub-revision hub-token include-for-metrics label-names lr-scheduler-kwargs "
      "metric-for-best-model mp-parameters neftune-noise-alpha optim-args optim-target-modules parallelism-config "
-     "push-to-hub-model-id push-to-hub-organization push-to-hub-token resume-from-checkpoint "
-     "tf32 torchdynamo tpu-num-cores "
-     "per-gpu-train-batch-size per-gpu-eval-batch-size",
+     "push-to-hub-model-id push-to-hub-organization push-to-hub-token "
+     "tf32 torchdynamo tpu-num-cores",
      "none|false"},
     {MT_NAME_ALWAYS, "checkpoints are Hugging Face folders with the optimizer's state",
      "ckpt-d2h-non-blocking save-merged-model", "false"},
@@ -369,8 +377,8 @@ static const struct {
      "allow-ambiguous-pad-tokens metadata-path special-tokens tokenizer-hf-no-include-special-tokens "
      "tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy "
      "tokenizer-metadata tokenizer-special-tokens"},
-    {MT_NAME_UNSUPPORTED, "other types of the residual stream, of logits and of the loss",
-     "enable-autocast fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"},
+    {MT_NAME_UNSUPPORTED, "other types of logits and of the loss",
+     "enable-autocast fp16-lm-cross-entropy output-logit-dtype"},
     {MT_NAME_UNSUPPORTED, "fp4, and fp8 outside the linears of layers or as the stored type of weights",
      "activation-func-fp8-input-store disable-parameter-transpose-cache fp4 fp4-param fp4-param-gather "
      "fp4-quantizer-factory fp4-recipe fp8-dot-product-attention fp8-multi-head-attention fp8-output-proj "

@@ -567,6 +567,35 @@ static bool mt_options_set_by(const mt_run_options *o, const char *option, const
     return false;
 }
 
+void mt_options_drop_attention_backend(mt_run_options *o) {
+    mt_attention_backend *backend = &o->stack.attention_backend;
+    if (*backend != MT_ATTENTION_UNFUSED && *backend != MT_ATTENTION_CUDNN) return;
+    o->ignores_attention_backend = *backend;
+    *backend = MT_ATTENTION_AUTO;
+}
+
+/* Arguments of a file of Megatron-LM that have no effect without another one, which is absent: Megatron-LM ignores
+ * them. mt_options_warn notes them. */
+static void mt_options_drop_unmet(mt_run_options *o, mt_program program) {
+    mt_option_rule rule;
+    if (!o->config_is_arguments || o->strict_options || program != MT_PROGRAM_TRAIN) return;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_line(o, row) <= 0) continue;
+        bool is_unmet = false;
+        for (const char *column = row->needs; !is_unmet && mt_option_next_rule(&column, &rule);)
+            is_unmet = !rule.condition && rule.other->programs & MT_TRAIN && mt_option_rule_holds(o, row, &rule) &&
+                       !mt_option_has(o, rule.other, rule.choices);
+        if (!is_unmet) continue;
+        char needed[160];
+        snprintf(needed, sizeof needed, "--%.60s%s%.80s", rule.other->name, rule.choices ? " " : "",
+                 rule.choices ? rule.choices : "");
+        mt_strings_add(&o->unmet_arguments, row->name);
+        mt_strings_add(&o->unmet_arguments, needed);
+        mt_option_reset(o, row);
+        row = mt_option_table; // options that need it have no effect either
+    }
+}
+
 /* Values that Megatron-LM or transformers ignores as well have no effect; mt_options_warn notes them. */
 static void mt_options_drop_ignored(mt_run_options *o) {
     bool by_steps = o->stack.train_iters > 0 && mt_options_set_by(o, "train-iters", "max-steps");
@@ -581,6 +610,19 @@ static void mt_options_drop_ignored(mt_run_options *o) {
         o->stack.sequence_parallel = false, o->ignores_sequence_parallel = true;
     if (o->stack.moe_router_pre_softmax && no_softmax && MT_GIVEN(o, stack.moe_router_pre_softmax))
         o->stack.moe_router_pre_softmax = false, o->ignores_pre_softmax = true;
+    if (o->stack.first_last_layers_bf16 && o->stack.fp8_format == MT_FP8_OFF) {
+        o->stack.first_last_layers_bf16 = false, o->ignores_first_last_layers_bf16 = true;
+        mt_option_reset(o, mt_option_of(MT_AT(stack.num_layers_at_start_in_bf16)));
+        mt_option_reset(o, mt_option_of(MT_AT(stack.num_layers_at_end_in_bf16)));
+    }
+    // of Megatron-Core, whose latent attention rotates neighbouring channels
+    bool is_begun_here = !o->load && !o->hf_config && o->stack.multi_latent_attention;
+    if (is_begun_here && o->save && o->ckpt_format == MT_CHECKPOINT_TORCH_DIST &&
+        !MT_GIVEN(o, stack.rotary_interleaved))
+        o->stack.rotary_interleaved = true;
+    bool has_no_cudnn = o->config_is_arguments && o->stack.attention_dropout > 0 && // Megatron-LM's has dropout
+                        o->stack.attention_backend == MT_ATTENTION_CUDNN;
+    if (o->device == MT_DEVICE_CPU || has_no_cudnn) mt_options_drop_attention_backend(o);
     const mt_option *interval = mt_option_of(MT_AT(save_interval));
     if (o->save_interval > 0 && !o->save) mt_option_reset(o, interval), o->ignores_save_interval = true;
     if (o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size))
@@ -635,7 +677,9 @@ int mt_options_complete(mt_run_options *options, mt_program program, int64_t wor
         mt_options_list_expert_layers(options, error) || mt_options_list_attention_layers(options, error) ||
         mt_options_list_linear_layers(options, error) || mt_options_check_mamba(options, error))
         return -1;
-    if (mt_options_resolve(options, program, error) || mt_options_check_columns(options, program, error)) return -1;
+    if (mt_options_resolve(options, program, error)) return -1;
+    mt_options_drop_unmet(options, program);
+    if (mt_options_check_columns(options, program, error)) return -1;
     if (mt_options_unfold_layout(options, world_size, balance, error)) return -1;
     if (mt_options_draws_schedule(options)) return mt_options_derive(options, program, world_size, error);
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;

@@ -18,6 +18,9 @@ void mt_options_take_vocabulary(mt_run_options *options);
 /* Opens the tokenizer of --tokenizer-type, which is not auto. */
 int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *options, mt_error *error);
 
+/* The CPU has one attention: a backend of a GPU has no effect there, which mt_options_warn notes. */
+void mt_options_drop_attention_backend(mt_run_options *options);
+
 /* The bytes of --memory-limit; 0: none. Fails if it is no number with GiB, MiB, GB or MB, or less than a MiB. */
 int mt_options_memory_limit(const mt_run_options *options, int64_t *bytes, mt_error *error);
 

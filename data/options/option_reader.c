@@ -287,11 +287,17 @@ static const char *mt_setting_translate(const char *values, const char *text, ch
     return given;
 }
 
+bool mt_text_is_none(const char *text) {
+    return mt_choice_index("None|null|~", text) >= 0;
+}
+
 bool mt_setting_is_default(const mt_setting *setting, const char *text) {
     char translated[160];
-    const char *values = setting->row ? setting->megatron.values : NULL;
-    bool takes_value = setting->megatron.kind == MT_NAME_ALIAS && setting->row && !setting->megatron.value;
-    if (takes_value && mt_choice_index("None|null|~", text) >= 0) return true; // as Python writes it
+    const mt_option *row = setting->row;
+    const char *values = row ? setting->megatron.values : NULL;
+    bool is_alias = setting->megatron.kind == MT_NAME_ALIAS; // no text of another program is None
+    bool has_no_text = row && (row->type == MT_INT || row->type == MT_REAL || mt_setting_is_flag(setting));
+    if (row && (is_alias || has_no_text) && mt_text_is_none(text)) return true;
     return values && *text && !*mt_setting_translate(values, text, translated, sizeof translated);
 }
 
@@ -302,11 +308,11 @@ void mt_setting_take_share(mt_setting *setting, const char *text) {
     if (option) setting->row = mt_option_find(option, strlen(option));
 }
 
-/* True for a value of Python that stands for one of the choices none and false. */
+/* True for a value of a property that gives none: no text, None, an empty list, or a form of false. */
 static bool mt_value_is_none(const char *choices, const char *text) {
     bool is_true, is_off = mt_parse_bool(text, &is_true) && !is_true;
-    bool is_none = mt_choice_index("None|null|~", text) >= 0;
-    return (is_off && mt_choice_index(choices, "false") >= 0) || (is_none && mt_choice_index(choices, "none") >= 0);
+    return !*text || mt_text_is_none(text) || strcmp(text, "[]") == 0 ||
+           (is_off && mt_choice_index(choices, "false") >= 0);
 }
 
 /* A whole number without the fraction .0, with which other programs may write it. */
@@ -375,14 +381,15 @@ int mt_setting_set(mt_option_reader *reader, const mt_setting *setting, const ch
         if (!*text) return 0; // the default
         if (*text == '!') return mt_error_set(error, "%s: %s", where, text + 1);
     }
-    if (mt_setting_is_flag(setting)) {
+    bool gives_none = !row && mt_value_is_none(value, text);
+    if (mt_setting_is_flag(setting) && !gives_none) {
         if (!mt_parse_bool(text, &is_true))
             return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
         text = is_true ? "true" : "false";
     }
     if (!row && *text == '{') return mt_setting_check_section(reader, setting, text, where, error);
     if (!row) {
-        if (*text && mt_choice_index(value, text) < 0 && !mt_value_is_none(value, text))
+        if (!gives_none && mt_choice_index(value, text) < 0)
             return mt_error_set(error, "%s can only be %s here: %s", where, value, setting->megatron.text);
         mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, setting->megatron.text);
         return 0;

@@ -44,6 +44,9 @@ mt_setting mt_setting_find(const char *name, size_t length);
 /* True if the program takes the setting, with or without effect. */
 bool mt_setting_is_accepted(const mt_setting *setting, mt_program program);
 
+/* True for a word that says that no value is given: as Python writes it, or null. */
+bool mt_text_is_none(const char *text);
+
 /* True if the command line gives it without a value. */
 bool mt_setting_is_flag(const mt_setting *setting);
 

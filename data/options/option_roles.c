@@ -222,10 +222,27 @@ static bool mt_option_is_of_another_role(const mt_option *row) {
     return is_of_role && mt_text_ends_with(row->name, "-model-parallel-size");
 }
 
+/* The option of the command line with which an option of the file breaks a rule; NULL: none. */
+static const char *mt_option_broken_by(const mt_option_reader *reader, const mt_option *row) {
+    const mt_run_options *o = reader->options;
+    mt_option_rule rule;
+    for (const mt_option *same = mt_option_table; same->help; same++) {
+        if (!same->name || same->offset != row->offset) continue;
+        if (mt_option_rule_yields(reader, same, false, &rule)) return rule.other->name;
+        if (mt_option_rule_yields(reader, same, true, &rule)) return rule.other->name;
+    }
+    for (const mt_option *other = mt_option_table; other->help; other++) {
+        if (!other->name || !mt_option_is_typed(reader, other->offset)) continue;
+        for (const char *column = other->excludes; mt_option_next_rule(&column, &rule);)
+            if (rule.other->offset == row->offset && !rule.condition && !rule.choices && mt_option_used(o, other))
+                return other->name;
+    }
+    return NULL;
+}
+
 /* The option of the command line that an option of the file gives way to; NULL: none. */
 static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_option *row) {
     const mt_run_options *o = reader->options;
-    mt_option_rule rule;
     bool shaped =
         mt_option_is_typed(reader, MT_AT(stack.num_layers)) && mt_option_is_typed(reader, MT_AT(stack.hidden_size));
     bool loads = row->offset == MT_AT(load) || row->offset == MT_AT(finetune);
@@ -241,18 +258,7 @@ static const char *mt_option_yields_to(const mt_option_reader *reader, const mt_
         return "tensor-model-parallel-size";
     if (other_role && mt_option_is_typed(reader, MT_AT(stack.pipeline_model_parallel_size)))
         return "pipeline-model-parallel-size";
-    for (const mt_option *same = mt_option_table; same->help; same++) {
-        if (!same->name || same->offset != row->offset) continue;
-        if (mt_option_rule_yields(reader, same, false, &rule)) return rule.other->name;
-        if (mt_option_rule_yields(reader, same, true, &rule)) return rule.other->name;
-    }
-    for (const mt_option *other = mt_option_table; other->help; other++) {
-        if (!other->name || !mt_option_is_typed(reader, other->offset)) continue;
-        for (const char *column = other->excludes; mt_option_next_rule(&column, &rule);)
-            if (rule.other->offset == row->offset && !rule.condition && !rule.choices && mt_option_used(o, other))
-                return other->name;
-    }
-    return NULL;
+    return mt_option_broken_by(reader, row);
 }
 
 /* Marks the keys of an option as without effect. */
@@ -291,6 +297,28 @@ void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters) {
         if (!other) continue;
         snprintf(text, sizeof text, lacks ? "of no use in this run" : "gives way to --%s", other);
         mt_options_yield_keys(o, row, text);
+        mt_option_reset(o, row);
+        reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
+        row = mt_option_table;
+    }
+}
+
+/* Notes an option of a file that gives way. */
+static void mt_option_reader_note_yield(mt_option_reader *reader, const mt_option *row, const char *other) {
+    char where[400], reason[200], *origin = mt_option_origin_text(reader->options, row);
+    snprintf(where, sizeof where, "--%.60s (%.300s)", row->name, origin ? origin : "");
+    free(origin);
+    snprintf(reason, sizeof reason, "gives way to --%.150s of the command line", other);
+    mt_strings_add(&reader->idle, where), mt_strings_add(&reader->idle, reason);
+}
+
+void mt_option_reader_yield_file(mt_option_reader *reader) {
+    mt_run_options *o = reader->options;
+    for (const mt_option *row = mt_option_table; row->help; row++) {
+        if (!row->name || mt_option_is_typed(reader, row->offset) || !mt_options_gave(o, row->offset)) continue;
+        const char *other = mt_option_broken_by(reader, row);
+        if (!other) continue;
+        mt_option_reader_note_yield(reader, row, other);
         mt_option_reset(o, row);
         reader->typed[row->offset / 64] |= (uint64_t)1 << row->offset % 64; // options that need it give way as well
         row = mt_option_table;

@@ -23,6 +23,10 @@ void mt_option_reader_yield_ratios(mt_option_reader *reader);
  * of steps. */
 void mt_option_reader_yield(mt_option_reader *reader, int64_t file_iters);
 
+/* The command line wins over a file of options too: one of the file that breaks a rule together with one of the command
+ * line gets its default, and the reader notes it. */
+void mt_option_reader_yield_file(mt_option_reader *reader);
+
 /* Options of a file of roles that are for experts give way where the model has none. */
 void mt_options_yield_experts(mt_run_options *options);
 

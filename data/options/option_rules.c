@@ -180,6 +180,16 @@ static int mt_options_check_fp8(const mt_options *o, mt_error *error) {
                         (long long)start, (long long)end, (long long)o->num_layers);
 }
 
+/* A residual stream of another type than the other activations. Without a norm before them, blocks would read it. */
+static int mt_options_check_residual(const mt_options *o, mt_error *error) {
+    if (!o->fp32_residual_connection) return 0;
+    if (!o->bf16 && !o->fp16)
+        return mt_error_set(error, "--fp32-residual-connection needs --bf16 or --fp16: without them all is fp32");
+    if (o->norm_placement != MT_NORM_AFTER) return 0;
+    return mt_error_set(error, "--fp32-residual-connection needs norms before attention and MLP (--norm-placement "
+                               "before or both); leave it out for this model");
+}
+
 /* Vocabulary, positions and sequence length. */
 static int mt_options_derive_lengths(mt_run_options *o, mt_program program, mt_error *error) {
     bool learned = o->stack.position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE,
@@ -240,7 +250,8 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp, .or_divisor = true},
         {"--hidden-size", mt_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
         {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, "--mamba-num-groups", mt_max(o->mamba_num_groups, 1)},
-        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp},
+        {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, tensor, tp},
+        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp, .or_divisor = true},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
@@ -1241,6 +1252,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
         mt_options_derive_lengths(o, program, error))
         return -1;
     if (mt_options_derive_recompute(&o->stack, error) || mt_options_check_fp8(&o->stack, error)) return -1;
+    if (mt_options_check_residual(&o->stack, error)) return -1;
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
     if (mt_options_check_latents(&o->stack, error)) return -1;

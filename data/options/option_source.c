@@ -58,7 +58,8 @@ static int64_t mt_given_count_words(const mt_given *given) {
     bool is_on;
     if (!*given->name || given->values.count == 0) return 0;
     if (!setting.row && !setting.megatron.value) return 1;
-    if (mt_setting_is_flag(&setting)) return mt_parse_bool(given->values.items[0], &is_on);
+    if (mt_setting_is_flag(&setting))
+        return mt_parse_bool(given->values.items[0], &is_on) || mt_text_is_none(given->values.items[0]);
     return setting.row && mt_option_is_list(setting.row) ? given->values.count : 1;
 }
 
@@ -244,9 +245,13 @@ static int mt_given_take_words(mt_option_reader *reader, const mt_given *given, 
     const mt_strings *words = &given->values;
     const mt_option *row = setting->row;
     bool is_on, is_flag = mt_setting_is_flag(setting);
+    bool has_none = words->count > 0 && mt_text_is_none(words->items[0]);
+    bool is_list = !row && mt_choice_index(setting->megatron.value, "none") >= 0; // of a program with such options
     int64_t taken = 0;
-    if (is_flag ? words->count == 0 || !mt_parse_bool(words->items[0], &is_on)
-                : words->count == 0 && row && row->type == MT_OPTIONAL) {
+    if (words->count == 0 && is_list) {
+        if (mt_setting_set(reader, setting, "", given->where, error) != 0) return -1;
+    } else if (is_flag ? words->count == 0 || (!has_none && !mt_parse_bool(words->items[0], &is_on))
+                       : words->count == 0 && row && row->type == MT_OPTIONAL) {
         if (mt_setting_set(reader, setting, "true", given->where, error) != 0) return -1;
     } else if (words->count == 0) {
         return mt_error_set(error, "%s expects %s, got nothing", given->where, mt_setting_metavar(setting));
@@ -329,6 +334,27 @@ static bool mt_given_is_replaced(const mt_givens *givens, const mt_given *given)
     return setting.row && mt_givens_find(givens, setting.row->offset) != NULL;
 }
 
+/* True if a rule without a condition excludes `other` beside `row`. */
+static bool mt_option_always_excludes(const mt_option *row, const mt_option *other) {
+    mt_option_rule rule;
+    for (const char *column = row->excludes; mt_option_next_rule(&column, &rule);)
+        if (rule.other->offset == other->offset && !rule.condition && !rule.choices) return true;
+    return false;
+}
+
+/* True if the command line has an option that excludes the one of a setting, which then gives way. */
+static bool mt_given_is_excluded(const mt_givens *givens, const mt_given *given) {
+    mt_setting setting = mt_setting_find(given->name, strlen(given->name));
+    for (int64_t i = 0; setting.row && i < givens->count; i++) {
+        if (givens->items[i].source != MT_SOURCE_COMMAND_LINE) continue;
+        mt_setting typed = mt_setting_find(givens->items[i].name, strlen(givens->items[i].name));
+        if (typed.row &&
+            (mt_option_always_excludes(typed.row, setting.row) || mt_option_always_excludes(setting.row, typed.row)))
+            return true;
+    }
+    return false;
+}
+
 /* BERT and T5 have no option that names them beside their vocabulary: trained as decoders, they would be other models.
  * Also a path with a variable that is not set says so by its name. */
 static int mt_given_check_vocab(const mt_given *given, mt_error *error) {
@@ -374,7 +400,7 @@ int mt_givens_take(const mt_givens *givens, mt_option_reader *reader, int64_t *f
             if (status != 0) break;
             if (!mt_given_lacks_variable(given, reader->program))
                 status = mt_given_take(reader, given, &taken, error);
-            else if (!mt_given_is_replaced(givens, given))
+            else if (!mt_given_is_replaced(givens, given) && !mt_given_is_excluded(givens, given))
                 mt_given_refuse_unset(reader, given);
             bool yields = source == MT_SOURCE_ROLE && mt_given_is_replaced(givens, given);
             if (status != 0 && yields) status = 0, taken = NULL; // a value that is not supported does no harm

@@ -113,7 +113,8 @@ const mt_option mt_option_table[] = {
     {"attention-dropout", MT_REAL, MT_AT(stack.attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
      "dropout of attention probabilities (default with --stage rm, dpo and rl: 0, whatever config.json has)"},
     {"window-size", MT_INT, MT_AT(stack.window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "sliding-window attention: number of keys that a query sees, its own included (default: all)"},
+     "sliding-window attention: number of keys that a query sees, its own included, or Megatron's (N-1,0) (default: "
+     "all)"},
     {"window-attn-skip-freq", MT_STRING, MT_AT(window_attn_skip_freq), MT_TRAIN, MT_OF_MODEL, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers with the sliding window: all but every N-th, or a 1 (window) or 0 (all keys) for each layer (default: all "
@@ -304,6 +305,8 @@ const mt_option mt_option_table[] = {
      "compute in fp16, for GPUs without bf16, with a scaled loss; Adam reads gradients in fp16, in fp32 with "
      "--accumulate-allreduce-grads-in-fp32",
      .excludes = "bf16"},
+    {"fp32-residual-connection", MT_FLAG, MT_AT(stack.fp32_residual_connection), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "with --bf16 or --fp16: the residual stream, its gradient and the messages between pipeline stages are fp32"},
     {"loss-scale", MT_REAL, MT_AT(stack.loss_scale), MT_TRAIN, MT_OF_RUN, NULL, "[1e-20,1e30]",
      "constant scale of the loss in fp16 (default: found while training, by the next four options)", .needs = "fp16"},
     {"initial-loss-scale", MT_REAL, MT_AT(stack.initial_loss_scale), MT_TRAIN, MT_OF_RUN, "4294967296", "[1e-20,1e30]",
@@ -1381,7 +1384,7 @@ const mt_option mt_option_table[] = {
     {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
     {"convert", MT_STRING, MT_AT(convert), MT_INFER, MT_OF_RUN, NULL, "DIR",
-     "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for about "
+     "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for "
      "one tensor",
      .excludes = "prompt, prompts, prompt-tokens, print-tokens, chat, score, load-adapter", .own = true},
     {"merge-adapter", MT_STRING, MT_AT(merge_adapter), MT_INFER, MT_OF_RUN, NULL, "DIR",
@@ -1450,6 +1453,10 @@ const mt_option mt_option_table[] = {
      .own = true},
     {"serve-model-name", MT_STRING, MT_AT(serve_model_name), MT_INFER, MT_OF_RUN, NULL, "NAME",
      "name of the model in requests (default: that of its folder)", .needs = "serve", .own = true},
+    {"serve-adapter", MT_LIST, MT_AT(serve_adapter), MT_INFER, MT_OF_RUN, NULL, "NAME=FOLDER",
+     "models of their own to requests: adapters of peft or of --save over the weights of --load, one or several, also "
+     "in one batch",
+     .needs = "serve", .excludes = "load-adapter", .own = true},
     {"serve-queue", MT_INT, MT_AT(serve_queue), MT_INFER, MT_OF_RUN, "256", "[1,1000000]",
      "requests that wait at most; more are refused with the status 429", .needs = "serve", .own = true},
     {"serve-timeout", MT_INT, MT_AT(serve_timeout), MT_INFER, MT_OF_RUN, "600", "[0,1000000]",
@@ -1461,7 +1468,9 @@ const mt_option mt_option_table[] = {
      "let pages of this origin, such as https://example.org, call the server from a browser", .needs = "serve",
      .own = true},
     {"max-prefill-tokens", MT_INT, MT_AT(max_prefill_tokens), MT_INFER, MT_OF_RUN, "512", "[1,1000000]",
-     "tokens of prompts that are read in one step beside the sequences that generate: fewer delay these less",
+     "tokens of prompts that are read in one step at most; beside sequences that generate fewer, so that these wait "
+     "for "
+     "their next token no longer than three steps take without",
      .needs = "serve", .own = true},
     {"inference-max-seq-length", MT_INT, MT_AT(inference_max_seq_length), MT_INFER, MT_OF_RUN, NULL, "[2,1073741824]",
      "tokens of prompt and answer at most (default: the model's context, at most 8192)", .needs = "serve"},
@@ -1498,6 +1507,10 @@ _Static_assert(sizeof mt_option_table / sizeof *mt_option_table <= MT_MAX_OPTION
 
 void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin) {
     options->origins[mt_option_of(row->offset) - mt_option_table] = (int32_t)mt_min(origin, INT32_MAX);
+}
+
+int64_t mt_option_line(const mt_run_options *options, const mt_option *row) {
+    return options->origins[mt_option_of(row->offset) - mt_option_table];
 }
 
 char *mt_option_origin_text(const mt_run_options *options, const mt_option *row) {
@@ -1857,7 +1870,7 @@ static const size_t mt_other_strings[] = {
     MT_AT(special_tokens),      MT_AT(generation_config),      MT_AT(stack.moe_layers),
     MT_AT(stack.window_layers), MT_AT(stack.rope_layers),      MT_AT(stack.linear_layers),
     MT_AT(stack.hybrid_layers), MT_AT(stack.pipeline_letters), MT_AT(stack.mtp_hybrid_layers)};
-static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys)};
+static const size_t mt_other_lists[] = {MT_AT(typed_names), MT_AT(config_keys), MT_AT(unmet_arguments)};
 
 static char **mt_string_at(mt_run_options *options, size_t offset) {
     return (char **)(void *)((char *)options + offset);
@@ -1991,7 +2004,22 @@ static int mt_option_choice_index(const mt_option *row, const char *text, const 
     return mt_choice_index(row->values, text);
 }
 
+/* Megatron-LM's window "(127,0)", or without brackets: keys before the query and behind it; -1: all. In `value` the
+ * number of keys that it sees; other texts as they are. */
+static const char *mt_window_translate(const mt_option *row, const char *text, char value[32]) {
+    long long before, behind;
+    int end = -1;
+    if (row->offset != MT_AT(stack.window_size)) return text;
+    const char *format = *text == '(' ? "(%lld ,%lld )%n" : "%lld ,%lld%n";
+    if (sscanf(text, format, &before, &behind, &end) != 2 || end < 0 || text[end] || behind != 0) return text;
+    if (before < -1 || before > 1 << 30) return text;
+    snprintf(value, 32, "%lld", before == -1 ? 1LL << 30 : before + 1);
+    return value;
+}
+
 int mt_option_set(mt_run_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    char window[32];
+    text = mt_window_translate(row, text, window);
     bool is_true, is_bool = mt_parse_bool(text, &is_true);
     const char *answer = NULL;
     int choice = row->type == MT_CHOICE || row->type == MT_CHOICES ? mt_option_choice_index(row, text, &answer) : 0;

@@ -91,6 +91,7 @@ enum {
     MT_ORIGIN_CHECKPOINT = -3, // the arguments in a checkpoint of Megatron-LM, or trainer.json
     MT_ORIGIN_ABSENT = -4      // the default that the program of a file of roles has for a key
 };
+int64_t mt_option_line(const mt_run_options *options, const mt_option *row);
 void mt_option_set_origin(mt_run_options *options, const mt_option *row, int64_t origin);
 
 /* The origin as text, to free: "run.yaml:3", "command line", "config.json", "checkpoint"; "" for none. */

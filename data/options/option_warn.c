@@ -33,7 +33,10 @@ static void mt_idle_options_print(const mt_idle_option *options, size_t count, F
 /* Of both programs. */
 static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
     bool cpu = o->device == MT_DEVICE_CPU, unwatched = !mt_launched_by_mpi();
-    const char *no_watch = "without mpirun, no time limits are watched";
+    const char *no_watch = "without mpirun, no time limits are watched", *one_attention = "the CPU has one attention";
+    for (int64_t i = 0; i < o->unmet_arguments.count; i += 2)
+        fprintf(file, "--%s has no effect: it needs %s\n", o->unmet_arguments.items[i],
+                o->unmet_arguments.items[i + 1]);
     const mt_idle_option options[] = {
         {o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size), "expert-tensor-parallel-size",
          "no layer has experts"},
@@ -41,9 +44,10 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
          "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"},
         {o->stack.context_parallel_size == 1 && MT_GIVEN(o, stack.cp_comm_type), "cp-comm-type",
          "--context-parallel-size is 1"},
-        {cpu && o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
-        {cpu && o->stack.attention_backend == MT_ATTENTION_FLASH, "attention-backend flash",
-         "the CPU has one attention"},
+        {o->ignores_attention_backend == MT_ATTENTION_UNFUSED, "attention-backend unfused", one_attention},
+        {o->ignores_attention_backend == MT_ATTENTION_CUDNN, "attention-backend cudnn",
+         cpu ? one_attention : "the CPU has one attention, and cuDNN's has no dropout here"},
+        {o->use_checkpoint_args && !o->load, "use-checkpoint-args", "there is no --load"},
         {o->ckpt_format == MT_CHECKPOINT_TORCH, "ckpt-format torch",
          "that format is read only; a checkpoint is saved as a Hugging Face folder, or with torch_dist as "
          "Megatron-Core's"},
@@ -111,11 +115,17 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     bool unwatched = !mt_launched_by_mpi();
     bool single = one && o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size == 1;
     const char *no_watch = "without mpirun, no time limits are watched";
+    const char *simulated = "it is for --plan, --explain and --print-launch";
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
         {o->ignores_save_interval, "save-interval", "there is no --save"},
         {o->ignores_train_epochs, "train-epochs", "--train-iters decides, as in transformers"},
-        {o->ckpt_format == MT_CHECKPOINT_TORCH_DIST && !o->save, "ckpt-format", "there is no --save"},
+        {MT_GIVEN(o, ckpt_format) && o->ckpt_format != MT_CHECKPOINT_TORCH && !o->save, "ckpt-format",
+         "there is no --save"},
+        {o->stack.pipeline_model_parallel_size == 1 && MT_GIVEN(o, stack.pipeline_schedule), "pipeline-schedule",
+         "--pipeline-model-parallel-size is 1"},
+        {!o->plan && !o->explain && MT_GIVEN(o, gpu), "gpu", simulated},
+        {!o->plan && !o->explain && MT_GIVEN(o, gpus_per_host), "gpus-per-host", simulated},
         {o->use_checkpoint_opt_param_scheduler && !o->load, "use-checkpoint-opt-param-scheduler", "there is no --load"},
         {o->log_memory_to_tensorboard && !o->tensorboard_dir && !o->metrics, "log-memory-to-tensorboard",
          "neither --tensorboard-dir nor --metrics is given"},
@@ -125,6 +135,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         {o->stack.apply_wd_to_qk_layernorm && !o->stack.qk_layernorm, "apply-wd-to-qk-layernorm",
          "heads have no norms without --qk-layernorm"},
         {o->ignores_sequence_parallel, "sequence-parallel", "--tensor-model-parallel-size is 1"},
+        {o->ignores_first_last_layers_bf16, "first-last-layers-bf16", "without --fp8-format all layers are so"},
         {o->ignores_pre_softmax, "moe-router-pre-softmax", "--moe-router-score-function is not softmax"},
         {o->sft && o->reset_position_ids, "reset-position-ids", own},
         {o->sft && o->reset_attention_mask, "reset-attention-mask", own},
@@ -149,6 +160,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         {o->overwrite && !o->save && !o->metrics, "overwrite", "neither --save nor --metrics is given"},
         {unwatched && MT_GIVEN(o, stack.save_timeout_seconds), "save-timeout-seconds", no_watch},
         {o->eval_iters == 0 && MT_GIVEN(o, eval_interval), "eval-interval", "--eval-iters is 0"},
+        {o->eval_iters == 0 && MT_GIVEN(o, eval_interval_fraction), "eval-interval-fraction", "--eval-iters is 0"},
         {o->eval_iters == 0 && MT_GIVEN(o, eval_global_batch_size), "eval-global-batch-size", "--eval-iters is 0"},
         {o->eval_iters == 0 && MT_GIVEN(o, stack.eval_micro_batch_size), "eval-micro-batch-size", "--eval-iters is 0"},
         {o->eval_iters == 0 && MT_GIVEN(o, start_eval_at_iter), "start-eval-at-iter", "--eval-iters is 0"},
@@ -175,8 +187,6 @@ static void mt_options_print_idle_optimizer(const mt_run_options *o, FILE *file)
     bool typed = MT_GIVEN(o, stack.main_grads_dtype) || MT_GIVEN(o, stack.main_params_dtype) ||
                  MT_GIVEN(o, stack.exp_avg_dtype) || MT_GIVEN(o, stack.exp_avg_sq_dtype);
     const mt_idle_option options[] = {
-        {o->device == MT_DEVICE_CPU && o->stack.optimizer_cpu_offload, "optimizer-cpu-offload",
-         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
         {o->use_precision_aware_optimizer && !typed, "use-precision-aware-optimizer",
          "none of --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype is given"},
     };
@@ -187,8 +197,6 @@ static void mt_options_print_idle_optimizer(const mt_run_options *o, FILE *file)
 static void mt_options_print_idle_roles(const mt_run_options *o, FILE *file) {
     bool rests = o->param_offload || o->grad_offload || o->optimizer_offload;
     const mt_idle_option options[] = {
-        {o->device == MT_DEVICE_CPU && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
-         "on the CPU all memory is the host's"},
         {o->stack.stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
          "param-offload, grad-offload, optimizer-offload",
          "no other model works: the reference is this one with its adapters switched off"},
@@ -211,7 +219,7 @@ static void mt_options_print_idle_betas(const mt_run_options *o, FILE *file) {
 }
 
 /* The first rule by which an option has no effect: one that it needs, or (*is_needed: false) one beside which it has
- * none. False: it has an effect. Rules with a condition are for values other than the default. */
+ * none. False: it has an effect. Rules with a condition on the option's value are for others than the default. */
 static bool mt_option_find_idle_rule(const mt_run_options *o, const mt_option *option, mt_program program,
                                      mt_option_rule *rule, bool *is_needed) {
     for (const mt_option *row = mt_option_table; row->help; row++) {
@@ -219,7 +227,7 @@ static bool mt_option_find_idle_rule(const mt_run_options *o, const mt_option *o
         bool is_own = row->offset == option->offset;
         *is_needed = true;
         for (const char *column = is_own ? row->needs : NULL; mt_option_next_rule(&column, rule);)
-            if (!rule->condition && rule->other->programs & (int)program &&
+            if ((!rule->condition || strcmp(rule->condition, "any") == 0) && rule->other->programs & (int)program &&
                 !mt_option_has(o, rule->other, rule->choices))
                 return true;
         *is_needed = false;
@@ -296,6 +304,26 @@ void mt_options_warn(const mt_run_options *o, mt_program program, FILE *file) {
         mt_options_print_idle_betas(o, lines);
     }
     mt_options_warn_defaults(o, program, lines);
+    MT_CHECK(fclose(lines) == 0);
+    mt_options_print_typed(o, text, file);
+    free(text);
+}
+
+void mt_options_warn_cpu(const mt_run_options *o, mt_program program, FILE *file) {
+    bool trains = program == MT_PROGRAM_TRAIN;
+    const mt_idle_option options[] = {
+        {o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
+        {o->stack.attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
+        {trains && o->stack.optimizer_cpu_offload, "optimizer-cpu-offload",
+         "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
+        {trains && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",
+         "on the CPU all memory is the host's"},
+    };
+    char *text = NULL;
+    size_t size;
+    FILE *lines = open_memstream(&text, &size);
+    MT_CHECK(lines);
+    mt_idle_options_print(options, sizeof options / sizeof *options, lines);
     MT_CHECK(fclose(lines) == 0);
     mt_options_print_typed(o, text, file);
     free(text);

@@ -127,7 +127,7 @@ static int mt_yaml_add_model_args(mt_yaml_file *file, const mt_yaml_node *root, 
         const mt_yaml_node *key = root->keys[i], *node = root->values[i];
         snprintf(where, sizeof where, "%.250s:%lld: %.80s", file->yaml->path, key->line, key->text);
         if (strcmp(key->text, "MODEL_ARGS") == 0) {
-            file->has_words = true;
+            file->has_words = reader->options->config_is_arguments = true;
             if (mt_yaml_add_section(file, node) != 0) return -1;
         } else if (strcmp(key->text, "MODE") != 0 || node->kind != MT_YAML_TEXT) {
             bool is_variables = strcmp(key->text, "ENV_VARS") == 0;

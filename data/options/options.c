@@ -121,6 +121,7 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     if (!status) status = mt_givens_take(&givens, &reader, &file_iters, error);
     if (!status) status = mt_option_reader_report(&reader, error);
     if (!status) status = mt_option_reader_check_sums(&reader, error);
+    if (!status && config && !role) mt_option_reader_yield_file(&reader);
     if (!status && options->strict_options) status = mt_option_reader_refuse_idle(&reader, error);
     if (!status) mt_option_reader_yield_ratios(&reader);
     if (!status && role) mt_option_reader_yield(&reader, file_iters);

@@ -190,6 +190,7 @@ typedef struct mt_run_options {
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
+    mt_strings serve_adapter;                              // NAME=FOLDER
     int64_t serve_queue, serve_timeout, serve_max_body, max_prefill_tokens, inference_max_seq_length;
     uint64_t given[64]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
@@ -197,13 +198,16 @@ typedef struct mt_run_options {
     mt_strings typed_names;          // pairs for messages: an option, and the other name that the user typed
     mt_strings config_keys;          // of --role: line, key, option, why it has no effect; for --print-config
     int32_t origins[MT_MAX_OPTIONS]; // by row of the option table: see mt_option_origin_text
+    bool config_is_arguments;        // the file of --config has arguments of Megatron-LM
     int64_t config_devices;          // ranks that the file of --role names; 0: none
     /* not options: read from the model's folder */
-    bool ignores_sequence_parallel, ignores_pre_softmax, ignores_save_interval,
-        ignores_train_epochs;           // these options were given where they have no effect
-    mt_hf_family upcycled_family;       // of the dense model that --moe-use-upcycling loads
-    int64_t mtp_layers_stored;          // MTP modules that the folder to load may hold, in use or not
-    bool head_is_new;                   // for the stage: the folder to load has none
+    bool ignores_sequence_parallel, ignores_pre_softmax, ignores_save_interval, ignores_train_epochs,
+        ignores_first_last_layers_bf16;             // these options were given where they have no effect
+    mt_attention_backend ignores_attention_backend; // --attention-backend of a GPU, on the CPU; auto: none
+    mt_strings unmet_arguments;                     // pairs: an option of config_is_arguments, and one that it needs
+    mt_hf_family upcycled_family;                   // of the dense model that --moe-use-upcycling loads
+    int64_t mtp_layers_stored;                      // MTP modules that the folder to load may hold, in use or not
+    bool head_is_new;                               // for the stage: the folder to load has none
     int64_t weight_block_size[2];       // rows, columns per scale of the fp8 weights to load; 0: none are in fp8
     int64_t bos_token_id, eos_token_id; // -1: none
     char *special_tokens;               // ids of special tokens in config.json, as JSON; NULL: those two

@@ -273,12 +273,15 @@ static bool is_number(const char *text, double *value) {
 }
 
 /* Trinity-RFT's algorithm_type: the entry has the estimator of advantages, unless advantage_fn has one. Adds its policy
- * loss, unless policy_loss_fn has one, and, for dapo, that there is no divergence. */
+ * loss, unless policy_loss_fn has one, and that there is no divergence or no division by the deviation. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|sft", type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|sft", type) >= 0;
+    char *advantage = sibling_text(r, mapping, "advantage_fn");
+    // and does not divide by the deviation
+    bool subtracts_mean = advantage ? strcmp(advantage, "opmd") == 0 : mt_choice_index("opmd|sppo", type) >= 0;
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
     if (loss && strcmp(loss, own) != 0 && (strcmp(own, "sft") == 0 || strcmp(loss, "sft") == 0)) {
@@ -290,15 +293,89 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
     } else {
-        bool has_divergence = strcmp(type, "dapo") != 0 || mt_yaml_get(mapping, "kl_loss_fn");
+        bool has_divergence = mt_choice_index("dapo|sppo", type) < 0 || mt_yaml_get(mapping, "kl_loss_fn");
         if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
-        if (mt_yaml_get(mapping, "advantage_fn") && entry->kind == MT_ENTRY_OPTION) {
+        if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
+        if (advantage && entry->kind == MT_ENTRY_OPTION) {
             entry->kind = MT_ENTRY_FIXED;
             mt_string_set(&entry->text, "advantage_fn chooses the advantages");
         }
     }
-    free(type), free(loss);
+    free(type), free(loss), free(advantage);
+}
+
+/* Makes an entry one without effect, or one that is refused. */
+static void set_kind(mt_role_entry *entry, mt_role_entry_kind kind, const char *text) {
+    entry->kind = kind;
+    mt_string_set(&entry->text, text);
+}
+
+/* The number of responses in a group of ROLL's environments; 0: the file has no environments. */
+static double responses_of_group(reader *r) {
+    if (!mt_yaml_get(r->yaml->root, "train_env_manager")) return 0;
+    return fmax(path_number(r, "train_env_manager.group_size", 1), 1);
+}
+
+/* Keys of ROLL's files with environments: rollout_batch_size counts responses, and estimators without a critic sum
+ * rewards that reward_normalization has compared. */
+static void derive_of_environments(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, double number,
+                                   mt_role_entry *entry) {
+    double each = responses_of_group(r);
+    char *value = mt_strdup(entry->values.items[0]);
+    if (row->kind == MT_KEY_TRAJECTORIES && each > 1) {
+        if (fmod(number, each) == 0)
+            set_number(entry, number / each);
+        else
+            set_kind(entry, MT_ENTRY_REFUSED, "counts responses: must be a multiple of train_env_manager.group_size");
+    } else if (row->kind == MT_KEY_ESTIMATOR && each > 0) {
+        if (mt_choice_index("grpo|reinforce", value) >= 0) {
+            mt_string_set(&entry->values.items[0], "step_reinforce");
+            entry->is_derived = true;
+        }
+    } else if (row->kind == MT_KEY_GROUPING) {
+        char *method = sibling_text(r, mapping, "method");
+        bool has_types = mt_yaml_get(mapping, "norm_mean_type") || mt_yaml_get(mapping, "norm_std_type");
+        bool is_known = mt_choice_index("traj_group_id|state|batch", value) >= 0;
+        bool is_off = !has_types && (!method || strcmp(method, "identity") == 0);
+        set_kind(entry, is_known || is_off ? MT_ENTRY_UNUSED : MT_ENTRY_REFUSED,
+                 is_off     ? "rewards are not normalized"
+                 : is_known ? "method and the types of mean and deviation"
+                            : "rewards are compared with those of their prompt or of the iteration: take traj_group_id "
+                              "or batch");
+        free(method);
+    } else if (row->kind == MT_KEY_NORM_METHOD) {
+        char *grouping = sibling_text(r, mapping, "grouping");
+        const char *level = grouping && strcmp(grouping, "batch") == 0 ? "batch" : "group";
+        if (mt_yaml_get(mapping, "norm_mean_type") || mt_yaml_get(mapping, "norm_std_type")) {
+            set_kind(entry, MT_ENTRY_UNUSED, "norm_mean_type and norm_std_type are given");
+        } else if (entry->kind == MT_ENTRY_OPTION && strcmp(value, "none") != 0) {
+            mt_string_set(&entry->values.items[0], level);
+            entry->is_derived = true;
+            if (strcmp(value, "mean_std") == 0) add_option(r, entry->line, "norm-std-type", level)->is_implied = true;
+        }
+        free(grouping);
+    }
+    free(value);
+}
+
+/* ROLL's micro-batches by tokens: of responses, sequence packing makes them. */
+static void derive_dynamic(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, double number,
+                           mt_role_entry *entry) {
+    char *flag = sibling_text(r, mapping, "use_dynamic_batching_in_train"), path[160];
+    bool is_on = false, is_rl = r->stage && strcmp(r->stage, "rl") == 0;
+    if (row->kind == MT_KEY_DYNAMIC && is_rl) {
+        mt_string_set(&entry->option, "sequence-packing");
+    } else if (row->kind == MT_KEY_TOKENS) {
+        bool is_used = flag && mt_parse_bool(flag, &is_on) && is_on && !is_rl;
+        snprintf(path, sizeof path, "%.80s.strategy_args.strategy_config.context_parallel_size", r->role);
+        if (!is_used)
+            set_kind(entry, MT_ENTRY_UNUSED,
+                     is_rl ? "rows of --sequence-packing" : "use_dynamic_batching_in_train, which is not true");
+        else
+            set_number(entry, ceil(number / fmax(path_number(r, path, 1), 1)));
+    }
+    free(flag);
 }
 
 /* Changes the entry of a key whose value depends on other keys too. */
@@ -352,6 +429,10 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         if (!shifts && entry->kind == MT_ENTRY_OPTION)
             add_option(r, entry->line, "norm-std-type", entry->values.items[0])->is_implied = true;
         free(shift);
+    } else if (row->kind >= MT_KEY_TRAJECTORIES && row->kind <= MT_KEY_NORM_METHOD) {
+        derive_of_environments(r, row, mapping, number, entry);
+    } else if (row->kind == MT_KEY_DYNAMIC || (row->kind == MT_KEY_TOKENS && numeric)) {
+        derive_dynamic(r, row, mapping, number, entry);
     } else if (row->kind == MT_KEY_GROUP_LIMIT) {
         double share = 1 / fmax(sibling_number(r, mapping, "num_return_sequences_in_group", 1), 1);
         bool is_low = strcmp(entry->name, "difficulty_low_threshold") == 0;
@@ -538,6 +619,11 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         add_entry(r, MT_ENTRY_UNUSED, line, "Trinity-RFT's explorer and buffer");
         return 0;
     }
+    bool draws_none = strcmp(row->section, "trinity.synchronizer") == 0 && r->stage && strcmp(r->stage, "sft") == 0;
+    if (draws_none) {
+        add_entry(r, MT_ENTRY_UNUSED, line, "responses: samples come from files");
+        return 0;
+    }
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
     bool is_off =
@@ -608,10 +694,70 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
     return is_own;
 }
 
+/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
+static char *path_text(reader *r, const char *path) {
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node;
+    char *text = NULL;
+    r->yaml->error = &ignored;
+    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
+    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
+    r->yaml->error = error;
+    return text;
+}
+
+/* True if the run of the actor trains a critic, as by default in verl. */
+static bool trains_critic(reader *r) {
+    char *estimator = path_text(r, "algorithm.adv_estimator"), *type = path_text(r, "algorithm.algorithm_type");
+    bool is_gae = estimator ? strcmp(estimator, "gae") == 0 : !type || strcmp(type, "ppo") == 0;
+    free(estimator), free(type);
+    return is_gae && strcmp(r->role, "actor_train") == 0;
+}
+
+/* A value of another role; row NULL: its name is an option's. One that is none of an option's choices, and a setting of
+ * the critic's training that is not the actor's, which it trains with, are refused. */
+static int check_other(reader *r, const mt_role_key *row, const mt_yaml_node *node, const char *name, long long line) {
+    bool is_steps = row && row->kind == MT_KEY_STEPS;
+    const char *own = !row ? name : row->kind == MT_KEY_OPTION ? row->text : "";
+    const mt_option *option = *own ? mt_option_find(own, strlen(own)) : NULL;
+    char value[400], reason[600], path[MAX_KEY + 40];
+    bool is_shared = strncmp(r->key, "critic.optim.", 13) == 0 || strcmp(r->key, "critic.loss_agg_mode") == 0 ||
+                     strcmp(r->key, "critic.ppo_epochs") == 0;
+    if (!row && !is_shared) return 0; // another engine's names
+    bool is_critic = is_shared && (option || is_steps) && trains_critic(r);
+    if (node->kind != MT_YAML_TEXT || mt_yaml_is_null(node) || (!option && !is_critic)) return 0;
+    char *text = mt_yaml_expand(r->yaml, node);
+    if (!text) return -1;
+    bool is_known = true;
+    if (row)
+        is_known = mt_role_key_translate(row, text, value, sizeof value) && *value && strncmp(value, "--", 2) != 0;
+    else
+        snprintf(value, sizeof value, "%s", text);
+    if (option && option->type == MT_CHOICE && is_known && mt_choice_index(option->values, value) < 0) {
+        snprintf(reason, sizeof reason, "expects %.400s, got '%.100s'", option->values, text);
+        add_entry(r, MT_ENTRY_REFUSED, line, reason);
+        is_critic = false;
+    }
+    snprintf(path, sizeof path, "actor_rollout_ref.actor.%s", strchr(r->key, '.') ? strchr(r->key, '.') + 1 : "");
+    char *actor = is_critic ? path_text(r, path) : NULL;
+    double x, y;
+    bool equal = !actor || strcmp(actor, text) == 0 || (is_number(actor, &x) && is_number(text, &y) && x == y);
+    if (!equal) {
+        snprintf(
+            reason, sizeof reason,
+            "is %.100s, and %.300s %.100s: the critic trains with the actor's settings, except lr; make them equal",
+            text, path, actor);
+        add_entry(r, MT_ENTRY_REFUSED, line, reason);
+    }
+    free(actor), free(text);
+    return 0;
+}
+
 /* A key of another role: the names below it are checked. A section that a reference names is checked where it is. */
 static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node, const char *name, const char *section,
                       long long line) {
     const mt_role_key *row = mt_role_key_find(section, name, r->role);
+    if (!row && check_other(r, row, node, name, line) != 0) return -1;
     if (!row) return take_megatron(r, section, name, node, line);
     bool is_engine = strcmp(name, "strategy_name") == 0 || strcmp(name, "strategy") == 0;
     if (is_engine && row->kind == MT_KEY_FIXED && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) {
@@ -621,7 +767,7 @@ static int take_other(reader *r, const mt_yaml_node *mapping, mt_yaml_node *node
         if (!mt_role_key_translate(row, engine, known, sizeof known)) add_entry(r, MT_ENTRY_REFUSED, line, reason);
         free(engine);
     }
-    if (node->kind != MT_YAML_SECTION) return 0;
+    if (node->kind != MT_YAML_SECTION) return check_other(r, row, node, name, line);
     if (row->kind == MT_KEY_STRATEGY) return take_strategy(r, row, mapping, node, line);
     bool is_section = row->kind == MT_KEY_SECTION || row->kind == MT_KEY_ADAPTER || row->kind == MT_KEY_ADDITIONAL;
     return is_section ? take_section(r, node, row->text, line) : 0;

@@ -54,9 +54,12 @@
     "diffusion_deepspeed_train"
 #define PROFILERS "profilers (here --profile and --trace)"
 #define SCORES    "scoring, whose micro-batches are those of training"
-#define GAPLESS   "training scores the responses itself, and the generator has its weights"
-#define PADDING   "batches with padding: --sequence-packing and --variable-seq-lengths have none"
-#define BY_LENGTH "batching by length: here --sequence-packing evens the work of ranks"
+#define GAPLESS                                                                                                        \
+    "corrections of the generator's log-probabilities are verl's here: set it to false, and give --rollout-is or "     \
+    "--rollout-rs"
+#define ENVIRONMENTS "environments, which do not run here: prompts come from --data-path, rewards from --reward"
+#define PADDING      "batches with padding: --sequence-packing and --variable-seq-lengths have none"
+#define BY_LENGTH    "batching by length: here --sequence-packing evens the work of ranks"
 
 static const mt_role_key keys[] = {
     /* ---- ROLL: the pipeline */
@@ -126,10 +129,10 @@ static const mt_role_key keys[] = {
     {"roll", "distill_loss_weight", MT_KEY_OPTION, "distill-loss-weight", NULL, "student"},
     {"roll", "distill_on_prompt", MT_KEY_OPTION, "loss-on", "true=all|false=responses", "student"},
     // reinforcement learning
-    {"roll", "rollout_batch_size", MT_KEY_OPTION, "rollout-batch-size", NULL, LEARNER},
+    {"roll", "rollout_batch_size", MT_KEY_TRAJECTORIES, "rollout-batch-size", NULL, LEARNER},
     {"roll", "num_return_sequences_in_group", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
-    {"roll", "adv_estimator", MT_KEY_OPTION, "adv-estimator", NULL, LEARNER},
+    {"roll", "adv_estimator", MT_KEY_ESTIMATOR, "adv-estimator", NULL, LEARNER},
     {"roll", "ppo_epochs", MT_KEY_OPTION, "ppo-epochs", NULL, LEARNER},
     {"roll", "gamma", MT_KEY_OPTION, "gamma", NULL, LEARNER},
     {"roll", "lambd", MT_KEY_OPTION, "lam", NULL, LEARNER},
@@ -194,13 +197,22 @@ static const mt_role_key keys[] = {
      MT_KEY_UNUSED, "corrections of the generator's log-probabilities, which are not supported"},
     {"roll", "ratio_type", MT_KEY_FIXED, "a response has one segment", "token"},
     {"roll",
-     "custom_envs train_env_manager val_env_manager env_manager_cls max_actions_per_traj max_tokens_per_step "
-     "step_reward_gamma batch_adjust_mode reward_normalization math_agent_system_template math_agent_template "
+     "custom_envs val_env_manager env_manager_cls max_actions_per_traj math_agent_system_template math_agent_template "
      "agent_runner_cls default_history_length",
-     MT_KEY_REFUSED,
-     "environments are Python classes there: here --env-command is a program; take prompts from files "
-     "(actor_train.data_args.file_name) and remove these keys",
-     NULL, LEARNER},
+     MT_KEY_UNUSED, ENVIRONMENTS, NULL, LEARNER},
+    {"roll", "train_env_manager", MT_KEY_SECTION, "environments", NULL, LEARNER},
+    {"environments", "group_size", MT_KEY_OPTION, "num-return-sequences"},
+    {"environments", "*", MT_KEY_UNUSED, ENVIRONMENTS},
+    {"roll", "max_tokens_per_step", MT_KEY_OPTION, "max-new-tokens", NULL, "actor_train"},
+    {"roll", "step_reward_gamma", MT_KEY_UNUSED, "later steps of an environment: a response is one", NULL, LEARNER},
+    {"roll", "batch_adjust_mode", MT_KEY_UNUSED, "batches of environments: those of prompts are whole", NULL, LEARNER},
+    {"roll", "reward_normalization", MT_KEY_SECTION, "reward_normalization", NULL, LEARNER},
+    {"reward_normalization", "grouping", MT_KEY_GROUPING, "norm-mean-type"},
+    {"reward_normalization", "method", MT_KEY_NORM_METHOD, "norm-mean-type",
+     "mean=mean|mean_std=mean_std|identity=none|*=!rewards are not cut after their normalization: take mean, mean_std "
+     "or identity"},
+    {"reward_normalization", "norm_mean_type", MT_KEY_OPTION, "norm-mean-type", "batch=batch|group=group|None=none"},
+    {"reward_normalization", "norm_std_type", MT_KEY_OPTION, "norm-std-type", "batch=batch|group=group|None=none"},
     {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
     {"roll", "reward_system_config", MT_KEY_UNUSED, PYTHON},
     {"roll", "world_size", MT_KEY_UNUSED, RAY},
@@ -314,12 +326,12 @@ static const mt_role_key keys[] = {
     {"role", "use_remove_padding", MT_KEY_UNUSED, PADDING},
     {"role", "logits_in_fp32", MT_KEY_FIXED, "the loss is computed in fp32", "true"},
     {"role", "apply_loss_scale", MT_KEY_FIXED, "the loss is a sum divided by the count of the whole step", "true"},
-    {"role", "use_dynamic_batching_in_train use_dynamic_batching_in_infer", MT_KEY_REFUSED,
-     "take use_sequence_packing"},
-    {"role",
-     "max_tokens_per_microbatch_in_train sequence_length_round_in_train max_tokens_per_microbatch_in_infer "
-     "sequence_length_round_in_infer sequence_packing_args",
-     MT_KEY_UNUSED, BY_LENGTH},
+    {"role", "use_dynamic_batching_in_train", MT_KEY_DYNAMIC, "variable-seq-lengths", "false=", ROLL_TRAINS},
+    {"role", "max_tokens_per_microbatch_in_train", MT_KEY_TOKENS, "max-seqlen-per-dp-cp-rank", NULL, ROLL_TRAINS},
+    {"role", "use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer sequence_length_round_in_infer",
+     MT_KEY_UNUSED, SCORES},
+    {"role", "sequence_length_round_in_train", MT_KEY_UNUSED, PADDING},
+    {"role", "sequence_packing_args", MT_KEY_UNUSED, BY_LENGTH},
     {"role",
      "world_size num_gpus_per_worker backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",
@@ -863,10 +875,11 @@ static const mt_role_key keys[] = {
     {"trinity", "synchronizer", MT_KEY_SECTION, "trinity.synchronizer"},
     {"trinity", "trainer", MT_KEY_SECTION, "trinity.trainer"},
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
-     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|"
-     "remax=remax|sft=sft|"
+     "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
+     "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|"
+     "sapo=!its loss is the mean over tokens there, and over sequences here (--pg-variant sapo)|"
      "dpo=!its loss has a divergence from the reference beside the preference: take preferences of a file of ROLL|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, rloo, reinforceplusplus, remax or sft",
+     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax or sft",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -877,7 +890,7 @@ static const mt_role_key keys[] = {
      "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
     {"trinity.algorithm", "advantage_fn", MT_KEY_OPTION, "adv-estimator",
      "ppo=gae|grpo=grpo|grpo_verl=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|remax=remax|reinforce=reinforce|"
-     "*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax or reinforce",
+     "opmd=grpo|*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax, reinforce or opmd",
      LEARNER},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
@@ -977,7 +990,10 @@ static const mt_role_key keys[] = {
     {"trinity.format", "prompt_type", MT_KEY_UNUSED, "datasets: a sample has a prompt or messages"},
     {"trinity.format", "system_prompt system_prompt_key reply_prefix chat_template enable_thinking", MT_KEY_REFUSED,
      "a system prompt is the first of a list of messages: give messages_key"},
-    {"trinity.format", "tools_key image_key video_key workflow_key reward_fn_key", MT_KEY_UNUSED, TRINITY},
+    {"trinity.format", "image_key video_key", MT_KEY_REFUSED,
+     "images and videos are not read: take a model and files of texts"},
+    {"trinity.format", "tools_key", MT_KEY_FIXED, "a conversation has its tools as tools", "tools"},
+    {"trinity.format", "workflow_key reward_fn_key", MT_KEY_UNUSED, TRINITY},
     {"trinity.rollout_args", "temperature", MT_KEY_OPTION, "temperature"},
     {"trinity.rollout_args", "top_p", MT_KEY_OPTION, "top-p"},
     {"trinity.rollout_args", "top_k", MT_KEY_OPTION, "top-k", "-1=0"},
@@ -1120,6 +1136,8 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio", "0.3", "pg-variant=sppo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=gspo"},
+    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=opmd"},
+    {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sppo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "1", "pg-variant=cispo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.28", "pg-variant=cispo"},
     {"trinity", "sft", "total_epochs", "train-epochs", "1", .unless = "train-iters"},

@@ -14,30 +14,36 @@ typedef enum mt_role_key_kind {
     MT_KEY_ADAPTER, // MT_KEY_SECTION of an adapter, which is off without `rank`; with it, `type` must be given
     MT_KEY_OTHERS,  // "*": another role's key, by `text`; its name, and those below it, are of the section `values`
     // An option, `text`, whose value follows from several keys
-    MT_KEY_MODEL,       // a folder or ORG/NAME: --load; train also takes --finetune
-    MT_KEY_FILES,       // files of samples, below dataset_dir where they are not found without
-    MT_KEY_LENGTH,      // prompt_length + response_length, unless there is sequence_length
-    MT_KEY_MINI_BATCH,  // prompts, times the responses of each
-    MT_KEY_DUAL_CLIP,   // 1 + 2 x pg_clip if true
-    MT_KEY_OFFLOAD,     // --param-offload, --grad-offload and --optimizer-offload
-    MT_KEY_LOSS_COEF,   // 0 unless the section's use_kl_loss is true
-    MT_KEY_REWARD_KL,   // the estimator of the divergence in rewards
-    MT_KEY_LR_SHARE,    // as a share of the section's `lr`
-    MT_KEY_ENABLED,     // as it is, if the section's `enable` is true
-    MT_KEY_JSON,        // a section that is the option's text, in JSON
-    MT_KEY_BETAS,       // two numbers: --adam-beta1 and --adam-beta2
-    MT_KEY_STEPS,       // steps; as a share of all steps, below 1, the option of mt_share_option
-    MT_KEY_ADDITIONAL,  // MT_KEY_SECTION, or the path of a JSON file with its keys
-    MT_KEY_DOMAINS,     // shares of the domains of `rewards`, with their tags; one share is all
-    MT_KEY_SHARES,      // shares of domains or files: refused unless there is one
-    MT_KEY_DIST_PATH,   // a folder that is refused where it is named, unless use_dist_checkpointing is false
-    MT_KEY_GEN_BATCH,   // fixed: must be train_batch_size
-    MT_KEY_GROUP_LIMIT, // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
-    MT_KEY_DEVICES,     // the devices of a role
-    MT_KEY_ALGORITHM,   // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
-    MT_KEY_REWARD_NORM, // ROLL's reward_norm: --norm-mean-type, and --norm-std-type unless reward_shift is true
-    MT_KEY_EXPERIENCE,  // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
-    MT_KEY_STRATEGY     // the engine's section: that of `text` for Megatron, otherwise not used here
+    MT_KEY_MODEL,        // a folder or ORG/NAME: --load; train also takes --finetune
+    MT_KEY_FILES,        // files of samples, below dataset_dir where they are not found without
+    MT_KEY_LENGTH,       // prompt_length + response_length, unless there is sequence_length
+    MT_KEY_MINI_BATCH,   // prompts, times the responses of each
+    MT_KEY_DUAL_CLIP,    // 1 + 2 x pg_clip if true
+    MT_KEY_OFFLOAD,      // --param-offload, --grad-offload and --optimizer-offload
+    MT_KEY_LOSS_COEF,    // 0 unless the section's use_kl_loss is true
+    MT_KEY_REWARD_KL,    // the estimator of the divergence in rewards
+    MT_KEY_LR_SHARE,     // as a share of the section's `lr`
+    MT_KEY_ENABLED,      // as it is, if the section's `enable` is true
+    MT_KEY_JSON,         // a section that is the option's text, in JSON
+    MT_KEY_BETAS,        // two numbers: --adam-beta1 and --adam-beta2
+    MT_KEY_STEPS,        // steps; as a share of all steps, below 1, the option of mt_share_option
+    MT_KEY_ADDITIONAL,   // MT_KEY_SECTION, or the path of a JSON file with its keys
+    MT_KEY_DOMAINS,      // shares of the domains of `rewards`, with their tags; one share is all
+    MT_KEY_SHARES,       // shares of domains or files: refused unless there is one
+    MT_KEY_DIST_PATH,    // a folder that is refused where it is named, unless use_dist_checkpointing is false
+    MT_KEY_GEN_BATCH,    // fixed: must be train_batch_size
+    MT_KEY_GROUP_LIMIT,  // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
+    MT_KEY_DEVICES,      // the devices of a role
+    MT_KEY_ALGORITHM,    // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
+    MT_KEY_REWARD_NORM,  // ROLL's reward_norm: --norm-mean-type, and --norm-std-type unless reward_shift is true
+    MT_KEY_TRAJECTORIES, // responses of environments, by their groups; else prompts
+    MT_KEY_ESTIMATOR,    // ROLL's adv_estimator: with environments, rewards are compared by reward_normalization alone
+    MT_KEY_GROUPING,     // of rewards: refused unless it is the prompt or the iteration, or rewards are not normalized
+    MT_KEY_NORM_METHOD,  // --norm-mean-type, and --norm-std-type for mean_std, over the grouping
+    MT_KEY_DYNAMIC,      // micro-batches by tokens: --variable-seq-lengths, or --sequence-packing of responses
+    MT_KEY_TOKENS,       // the most of these on all context ranks
+    MT_KEY_EXPERIENCE,   // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
+    MT_KEY_STRATEGY      // the engine's section: that of `text` for Megatron, otherwise not used here
 } mt_role_key_kind;
 
 typedef struct mt_role_key {

@@ -61,6 +61,8 @@ void mt_inference_open_model(mt_inference *r, mt_model_plan *plan) {
     mt_run_state state = {0};
     const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
     if (ops) mt_report_backend(&r->grid);
+    if (ops && ops->limits.one_attention) mt_options_drop_attention_backend(&r->options);
+    if (ops == &mt_cpu_ops && r->is_first) mt_options_warn_cpu(&r->options, MT_PROGRAM_INFER, stderr);
     plan->host_memory = mt_host_memory_available("");
     int status = r->is_first ? mt_checkpoint_check(&r->options, r->options.load, &error) : 0;
     mt_inference_check(r, status, &error);

@@ -315,7 +315,7 @@ static void name_turn_end(mt_run *r) {
     mt_error error; // whoever reads the samples reports it
     mt_chat *chat;
     bool has_turns = o->sft || o->stack.stage == MT_STAGE_RL;
-    if (!o->save || o->stack.lora_rank > 0 || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
+    if (!o->save || !has_turns || !r->tokenizer || r->grid.world.rank != 0) return;
     const char *path = o->tokenizer_type ? o->tokenizer_model : r->tokenizer_folder;
     if (mt_chat_open(&chat, o->chat_template, r->tokenizer, path, &error) != 0) return;
     keep_chat_program(r, chat, path);
@@ -463,6 +463,7 @@ static void print_opening_lines(const mt_run *r, const int *hosts) {
     mt_launch_print_grace(o, stdout);
     mt_options_print(o, MT_PROGRAM_TRAIN, stdout);
     mt_options_warn(o, MT_PROGRAM_TRAIN, stdout);
+    if (r->ops == &mt_cpu_ops) mt_options_warn_cpu(o, MT_PROGRAM_TRAIN, stdout);
     print_kept_note(r);
     mt_stops_warn(o, stdout);
     mt_adapter_print_left_out(o, stdout);
@@ -538,6 +539,7 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
     refuse(r, r->ops ? 0 : -1, &error);
+    if (r->ops->limits.one_attention) mt_options_drop_attention_backend(&r->options);
     mt_report_backend(&r->grid);
     if (r->grid.world.rank == 0) mt_checkpoint_peek(&r->options, &r->begin);
     mt_broadcast(&r->grid.world, &r->begin, sizeof r->begin, 0);

@@ -8,13 +8,14 @@
 typedef struct plan_head {
     int64_t num_ends, num_begins, bytes; // sequences that end and begin; bytes that follow
     int64_t stops;                       // 1: the server ends
+    int64_t prefill;                     // tokens of prompts in a step; 0: as before
 } plan_head;
 
 /* A sequence that begins; its prompt follows. */
 typedef struct plan_entry {
     int64_t id, num_prompt, max_new_tokens;
     mt_sampling sampling;
-    int64_t views, views_prompt;
+    int64_t views, views_prompt, adapter;
 } plan_entry;
 
 /* A sequence of the list. `sampling` has an address of its own, which the sequence holds. */
@@ -73,6 +74,7 @@ void mt_engine_add(mt_engine *e, const mt_engine_request *r) {
     int64_t at = e->begins_bytes, bytes = (int64_t)sizeof new + mt_divide_up(r->num_prompt, 2) * 8;
     MT_CHECK(r->num_prompt > 0 && r->max_new_tokens >= 0);
     new.sampling = r->sampling, new.views = r->view != NULL, new.views_prompt = r->views_prompt;
+    new.adapter = r->adapter;
     e->begins = grow(e->begins, &e->begins_capacity, at + bytes, 1);
     memset(e->begins + at, 0, (size_t)bytes);
     memcpy(e->begins + at, &new, sizeof new);
@@ -86,6 +88,10 @@ void mt_engine_end(mt_engine *e, int64_t index) {
     MT_CHECK(index >= 0 && index < e->count);
     e->ends = grow(e->ends, &e->ends_capacity, e->head.num_ends + 1, 8);
     e->ends[e->head.num_ends++] = index;
+}
+
+void mt_engine_limit_prefill(mt_engine *e, int64_t tokens) {
+    e->head.prefill = tokens;
 }
 
 /* Gives rank 0's plan to all ranks. */
@@ -120,7 +126,7 @@ static int64_t begin_sequence(mt_engine *e, const char *from, const newcomer *ne
     s->max_tokens = plan.num_prompt + plan.max_new_tokens, s->sampling = at->sampling;
     s->tokens = mt_malloc(s->max_tokens * 4);
     memcpy(s->tokens, from + sizeof plan, (size_t)plan.num_prompt * 4);
-    s->views_prompt = plan.views_prompt != 0;
+    s->views_prompt = plan.views_prompt != 0, s->adapter = plan.adapter;
     if (plan.views) s->view = new &&new->view ? new->view : view_nothing, s->view_context = new ? new->view_context : 0;
     return (int64_t)sizeof plan + mt_divide_up(plan.num_prompt, 2) * 8;
 }
@@ -129,6 +135,7 @@ static int64_t begin_sequence(mt_engine *e, const char *from, const newcomer *ne
 static void apply_plan(mt_engine *e) {
     bool first = e->grid->world.rank == 0;
     int64_t kept = 0;
+    if (e->head.prefill > 0) mt_generator_limit_prefill(e->generator, e->head.prefill);
     for (int64_t i = 0; i < e->head.num_ends; i++) e->sequences[e->ends[i]].finish = MT_FINISH_STOP;
     for (int64_t i = 0; i < e->count; i++) {
         if (e->sequences[i].finish != MT_UNFINISHED) {

@@ -22,7 +22,8 @@ typedef struct mt_engine_request {
     mt_logits_view *view; // on rank 0; NULL: nobody sees logits
     void *view_context;
     bool views_prompt;
-    void *owner; // of rank 0: see mt_engine_owner
+    int64_t adapter; // mt_sequence.adapter
+    void *owner;     // of rank 0: see mt_engine_owner
 } mt_engine_request;
 
 /* Every rank of the generator's grid opens its engine. The generator is one of mt_generator_create_mixed; both must
@@ -34,6 +35,9 @@ void mt_engine_close(mt_engine *engine);
  * an index of the list. Both take effect with the next step. */
 void mt_engine_add(mt_engine *engine, const mt_engine_request *request);
 void mt_engine_end(mt_engine *engine, int64_t index);
+
+/* Rank 0, between steps: tokens of prompts in a step from the next one on. */
+void mt_engine_limit_prefill(mt_engine *engine, int64_t tokens);
 
 /* Rank 0: takes a step; on several ranks these follow it. Sequences that had ended before are no longer in the list.
  * Without a sequence it only shows other ranks that this one is alive. Returns the number of sequences in the list, or

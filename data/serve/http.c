@@ -16,9 +16,10 @@
 
 char *mt_http_error(int status, const char *message, const char *parameter) {
     const char *type = "invalid_request_error", *code = NULL;
+    bool of_model = status == 404 && parameter && strcmp(parameter, "model") == 0;
     if (status == 401) type = "authentication_error", code = "invalid_api_key";
     if (status == 403) type = "permission_error";
-    if (status == 404) type = "not_found_error";
+    if (status == 404) type = of_model ? type : "not_found_error", code = of_model ? "model_not_found" : NULL;
     if (status == 429) type = "rate_limit_error", code = "queue_full";
     if (status >= 500) type = "server_error";
     json_t *error = json_object(), *root = json_object();

@@ -50,7 +50,7 @@ void mt_job_begin(mt_job *job, mt_engine *engine) {
         choice->job = job, choice->index = i;
         const mt_ids *prompt = choice_prompt(choice);
         mt_engine_request wanted = {.id = i, .prompt = prompt->data, .num_prompt = prompt->count, .owner = choice};
-        wanted.max_new_tokens = r->max_new_tokens, wanted.sampling = r->sampling;
+        wanted.max_new_tokens = r->max_new_tokens, wanted.sampling = r->sampling, wanted.adapter = r->adapter;
         if (r->num_rivals >= 0) {
             int64_t first = r->echo ? 1 : prompt->count, end = prompt->count + r->max_new_tokens;
             mt_scores_begin(&choice->scores, first, end, r->num_rivals, job->service->vocab_size);
@@ -250,7 +250,7 @@ static json_t *begin_answer(const mt_job *job) {
                        : job->request.streams ? "chat.completion.chunk"
                                               : "chat.completion");
     mt_json_set_int(root, "created", job->created);
-    mt_json_set_string(root, "model", job->service->name);
+    mt_json_set_string(root, "model", job->request.model);
     return root;
 }
 

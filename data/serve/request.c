@@ -453,13 +453,30 @@ static int read_stream(mt_request *r, const json_t *root, mt_request_error *refu
     return read_bool(options, "include_usage", &r->reports_usage, refusal);
 }
 
-static int read_body(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
-    const json_t *model = field(root, "model"), *format = field(root, "response_format");
-    const char *type = json_string_value(json_object_get(format, "type"));
-    if (model && !json_is_string(model)) return mt_refuse(refusal, 400, "model", "\"model\" must be a text");
-    if (model && strcmp(json_string_value(model), service->name) != 0)
+int64_t mt_service_find(const mt_service *service, const char *name) {
+    if (strcmp(name, service->name) == 0) return 0;
+    for (int64_t i = 0; service->adapters && i < service->adapters->count; i++)
+        if (strcmp(name, service->adapters->items[i]) == 0) return i + 1;
+    return -1;
+}
+
+static int read_model(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
+    const json_t *model = field(root, "model");
+    r->model = service->name;
+    if (!model) return 0;
+    if (!json_is_string(model)) return mt_refuse(refusal, 400, "model", "\"model\" must be a text");
+    r->adapter = mt_service_find(service, json_string_value(model));
+    if (r->adapter < 0 || strlen(json_string_value(model)) != json_string_length(model))
         return mt_refuse(refusal, 404, "model", "the model \"%.100s\" is not served here; /v1/models lists what is",
                          json_string_value(model));
+    if (r->adapter > 0) r->model = service->adapters->items[r->adapter - 1];
+    return 0;
+}
+
+static int read_body(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
+    const json_t *format = field(root, "response_format");
+    const char *type = json_string_value(json_object_get(format, "type"));
+    if (read_model(r, root, service, refusal) != 0) return -1;
     if (format && (!type || strcmp(type, "text") != 0))
         return mt_refuse(refusal, 400, "response_format",
                          "\"response_format\" is not supported but as {\"type\": "

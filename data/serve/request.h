@@ -16,6 +16,7 @@ extern "C" {
 /* The model as requests see it: the same for all of them. */
 typedef struct mt_service {
     const char *name;              // of the model
+    const mt_strings *adapters;    // names of its adapters, each a model too; NULL: none
     const mt_tokenizer *tokenizer; // NULL: prompts are tokens, and answers have no text
     int32_t bos;                   // begins texts; -1: none
     int64_t context, vocab_size;
@@ -36,6 +37,8 @@ typedef struct mt_request_error {
 
 /* A completion or a chat completion. */
 typedef struct mt_request {
+    const char *model; // the name, of the service
+    int64_t adapter;   // of service->adapters, from 1; 0: the base
     bool is_chat, has_tools;
     mt_ids *prompts;                  // [num_prompts]
     int64_t num_prompts, num_choices; // continuations of each prompt
@@ -46,6 +49,9 @@ typedef struct mt_request {
     bool echo, streams, reports_usage, returns_ids;
     mt_strings stop;
 } mt_request;
+
+/* The adapter of a model's name, from 1; 0: the base's; -1: no model has this name. */
+int64_t mt_service_find(const mt_service *service, const char *name);
 
 /* Reads the body of /v1/completions or /v1/chat/completions. The result is to be freed, also after a refusal. */
 int mt_request_read(mt_request *request, bool is_chat, const char *body, int64_t bytes, const mt_service *service,

@@ -8,8 +8,9 @@
 #include "../report/report.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../tokens/tokenizer_vocab.h"
-#include "job.h"
+#include "adapters.h"
 #include "counters.h"
+#include "job.h"
 
 #include <arpa/inet.h>
 #include <ctype.h>
@@ -26,9 +27,25 @@ enum {
     CACHE_TOKENS = 65536,   // where no --kv-cache-tokens is given
     VIEWED_BYTES = 1 << 25, // of logits of prompts in a step, for scores
     MAX_KEY_BYTES = 4096,
+    LEAST_PREFILL = 16,         // tokens of prompts in a step: a prompt must come to its end
+    STEPS_BETWEEN = 16,         // measurements of the streams alone
     SECONDS_TO_READ = 30,       // for a request to arrive
     WAIT_NANOSECONDS = 50000000 // until signals and clients are looked at again
 };
+
+/* A step that reads prompts takes at most so many times one that does not, as streams wait for it. Three, less the
+ * growth of a share that was found small enough. */
+static const double STEPS_TO_WAIT = 2.5, GROWTH = 1.25;
+
+/* How many tokens of prompts a step reads beside streams: found by measuring steps, as the cost of a token depends on
+ * model, device and the length of the prompt. */
+typedef struct pace {
+    double step;            // seconds of a step of the streams alone; 0: unknown
+    int64_t steps;          // since that was measured
+    double tokens;          // of prompts, in a step
+    int64_t read;           // tokens of prompts so far
+    int64_t streams, limit; // of the step at hand: sequences that write; most tokens of prompts
+} pace;
 
 typedef enum phase { LOADING, SERVING, ENDING } phase;
 
@@ -37,6 +54,7 @@ typedef struct server {
     mt_http *http;
     mt_counters *counters;
     mt_service service;
+    mt_serve_adapters adapters;
     int32_t turn_end; // ends a response to a conversation; -1: none
     char *address, *key;
     int64_t created;
@@ -44,6 +62,7 @@ typedef struct server {
     mt_job **running; // jobs whose choices the engine has
     int64_t num_running, running_capacity;
     int64_t max_sequences;
+    pace pace;
     double heard_at; // when the other ranks last heard from this one
     /* shared with the threads of HTTP, under the lock */
     pthread_mutex_t lock, chat_lock;
@@ -121,26 +140,29 @@ static int get_health(server *s, mt_exchange *x) {
     return 503;
 }
 
-static json_t *model_json(const server *s) {
+/* The base, 0, or an adapter. */
+static json_t *model_json(const server *s, int64_t adapter) {
     json_t *model = json_object();
-    mt_json_set_string(model, "id", s->service.name);
+    mt_json_set_string(model, "id", adapter > 0 ? s->adapters.names.items[adapter - 1] : s->service.name);
     mt_json_set_string(model, "object", "model");
     mt_json_set_int(model, "created", s->created);
     mt_json_set_string(model, "owned_by", "megatron.c");
     mt_json_set_int(model, "max_model_len", s->service.context);
+    if (adapter > 0) mt_json_set_string(model, "parent", s->service.name);
     return model;
 }
 
 static int get_models(server *s, mt_exchange *x) {
     json_t *list = json_array(), *root = json_object();
-    json_array_append_new(list, model_json(s));
+    for (int64_t i = 0; i <= s->adapters.names.count; i++) json_array_append_new(list, model_json(s, i));
     mt_json_set_string(root, "object", "list");
     json_object_set_new(root, "data", list);
     return answer_json(x, root);
 }
 
 static int get_model(server *s, mt_exchange *x) {
-    if (strcmp(mt_exchange_path(x) + strlen("/v1/models/"), s->service.name) == 0) return answer_json(x, model_json(s));
+    int64_t adapter = mt_service_find(&s->service, mt_exchange_path(x) + strlen("/v1/models/"));
+    if (adapter >= 0) return answer_json(x, model_json(s, adapter));
     mt_exchange_refuse(x, 404, "this model is not served here; /v1/models lists what is", "model");
     return 404;
 }
@@ -422,6 +444,42 @@ static void fail_all(server *s, const mt_error *error) {
     }
 }
 
+/* Tokens of prompts in the next step. Where nobody writes, nobody waits. Now and then a step reads one token alone, for
+ * the time of the streams. */
+static int64_t prefill_tokens(server *s) {
+    pace *p = &s->pace;
+    int64_t most = s->run->options.max_prefill_tokens, count;
+    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
+    p->streams = 0;
+    for (int64_t i = 0; i < count; i++)
+        p->streams += sequences[i].finish == MT_UNFINISHED && sequences[i].num_tokens > sequences[i].num_prompt;
+    bool measures = p->step == 0 || p->steps >= STEPS_BETWEEN;
+    p->limit = p->streams == 0 ? most : measures ? 1 : mt_clamp((int64_t)p->tokens, 1, most);
+    return p->limit;
+}
+
+/* Measures a step: a part of each time of the streams alone counts. A step that took too long cuts the share of prompts
+ * to what fits; one that was short enough lets it grow. */
+static void note_pace(server *s, double seconds) {
+    const double part = 0.25, most = (double)s->run->options.max_prefill_tokens;
+    pace *p = &s->pace;
+    int64_t before = p->read;
+    p->read = mt_generator_read_totals(s->run->generator).prefill_tokens;
+    double tokens = (double)(p->read - before), allowed = STEPS_TO_WAIT * p->step;
+    if (p->streams == 0) return;
+    p->steps++;
+    // without prompts nothing is known of them but this: a token costs no more than that of a stream
+    if (tokens == 0)
+        p->tokens = mt_minimum(p->tokens, mt_maximum((STEPS_TO_WAIT - 1) * (double)p->streams, LEAST_PREFILL));
+    if (tokens <= 1) {
+        p->step = p->step > 0 ? p->step + part * (seconds - p->step) : seconds, p->steps = 0;
+    } else if (seconds > allowed) {
+        p->tokens = mt_maximum(tokens * (allowed - p->step) / (seconds - p->step), LEAST_PREFILL);
+    } else if (tokens >= (double)p->limit) {
+        p->tokens = mt_minimum(GROWTH * p->tokens, most);
+    }
+}
+
 static int run_loop(server *s, mt_error *error) {
     while (goes_on(s)) {
         admit(s);
@@ -430,13 +488,16 @@ static int run_loop(server *s, mt_error *error) {
             wait_for_job(s);
             continue;
         }
+        mt_engine_limit_prefill(s->engine, prefill_tokens(s));
         double start = mt_time();
         s->heard_at = start;
         if (mt_engine_step(s->engine, error) < 0) {
             fail_all(s, error);
             return -1;
         }
-        mt_counters_time(s->counters, MT_LATENCY_STEP, mt_time() - start);
+        double seconds = mt_time() - start;
+        mt_counters_time(s->counters, MT_LATENCY_STEP, seconds);
+        note_pace(s, seconds);
         deliver(s);
     }
     return 0;
@@ -526,7 +587,7 @@ static void describe_service(server *s) {
     const mt_inference *r = s->run;
     const mt_run_options *o = &r->options;
     mt_service *v = &s->service;
-    v->name = model_name(o), v->tokenizer = r->tokenizer, v->bos = r->bos, v->context = r->context;
+    v->adapters = &s->adapters.names, v->tokenizer = r->tokenizer, v->bos = r->bos, v->context = r->context;
     v->vocab_size = o->stack.vocab_size, v->max_choices = MAX_CHOICES;
     v->sampling = (mt_sampling){.temperature = o->stack.temperature, .top_p = o->top_p, .min_p = o->min_p};
     v->sampling.repetition_penalty = o->repetition_penalty, v->sampling.top_k = o->top_k;
@@ -536,7 +597,8 @@ static void describe_service(server *s) {
 }
 
 /* The model with a generator for requests of all kinds. */
-static void open_generator(mt_inference *r, mt_stops *stops) {
+static void open_generator(mt_inference *r, const mt_serve_adapters *adapters, mt_stops *stops) {
+    mt_error error;
     const mt_run_options *o = &r->options;
     const mt_sampling greedy = {.top_p = 1};
     int64_t most = o->inference_max_requests, prefill = o->max_prefill_tokens;
@@ -545,7 +607,9 @@ static void open_generator(mt_inference *r, mt_stops *stops) {
     int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
     mt_plan_generation(&plan, most, r->context, cache);
     plan.max_logits = mt_max(plan.max_logits, most + viewed);
+    plan.num_adapters = adapters->names.count;
     mt_inference_open_model(r, &plan);
+    mt_inference_check(r, mt_serve_adapters_load(adapters, r->model, o, &error), &error);
     r->generator = mt_generator_create_mixed(r->model, &greedy, stops, viewed);
 }
 
@@ -553,6 +617,9 @@ static void print_place(const server *s) {
     bool six = strchr(s->address, ':') != NULL;
     fprintf(stderr, "serving %s at http://%s%s%s:%lld\n", s->service.name, six ? "[" : "", s->address, six ? "]" : "",
             (long long)mt_http_port(s->http));
+    for (int64_t i = 0; i < s->adapters.names.count; i++)
+        fprintf(stderr, "adapter %s: %s, rank %lld\n", s->adapters.names.items[i], s->adapters.folders.items[i],
+                (long long)s->adapters.own[i].lora_rank);
     if (!s->run->chat) fprintf(stderr, "note: no /v1/chat/completions: %.1000s\n", s->service.no_chat.text);
 }
 
@@ -563,13 +630,16 @@ static void open_server(server *s, mt_inference *r) {
     *s = (server){.run = r, .turn_end = -1, .created = (int64_t)time(NULL)};
     pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
     s->counters = mt_counters_open();
-    s->max_sequences = r->options.inference_max_requests;
+    s->pace.tokens = LEAST_PREFILL, s->max_sequences = r->options.inference_max_requests,
+    s->service.name = model_name(&r->options);
+    mt_inference_check(r, mt_serve_adapters_open(&s->adapters, &r->options, s->service.name, &error), &error);
     mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
 }
 
 static void close_server(server *s) {
     mt_http_close(s->http);
     mt_counters_close(s->counters);
+    mt_serve_adapters_close(&s->adapters);
     free((char *)(uintptr_t)s->service.name);
     free(s->running), free(s->address), free(s->key);
     pthread_mutex_destroy(&s->lock), pthread_mutex_destroy(&s->chat_lock), pthread_cond_destroy(&s->arrival);
@@ -606,7 +676,7 @@ void mt_serve(mt_inference *r) {
     mt_inference_check(r, mt_stops_of_options(&stops, o, &error), &error);
     if (stops.count == 0 && r->tokenizer && mt_tokenizer_eod(r->tokenizer) >= 0)
         stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
-    open_generator(r, &stops);
+    open_generator(r, &s.adapters, &stops);
     s.engine = mt_engine_open(r->generator, &r->grid);
     int status;
     if (r->is_first) {
