@@ -288,7 +288,7 @@ static const struct {
     {"exit 3", "the environment \"exit 3\" ended with exit status 3 after 0 answers to 2 responses"},
     {"no-such-program-here", "exit status 127 (the shell did not find it)"},
     {"read -r l; kill -SEGV $$", "was ended by signal 11"},
-    {"read -r l; exec >&-; cat >/dev/null", "closed its output after 0 answers"},
+    {"read -r l; exec >&-; sleep 86400", "closed its output after 0 answers"},
     {"read -r l; echo hello; cat >/dev/null", "wrote \"hello\" as line 1 of its output, which is no object of JSON"},
     {"read -r l; echo '[1]'; cat >/dev/null", "which is no object of JSON"},
     {"read -r l; echo '{\"id\": 10, \"id\": 10}'; cat >/dev/null", "which is no object of JSON"},
