@@ -16223,10 +16223,11 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_output_forward(m, &p, is_step ? hidden : chosen);
 }
 
-/* True if forwards of one data-parallel replica do not wait for another replica. */
+/* True if forwards of one data-parallel replica do not wait for another replica. All stages of a pipeline agree: one
+ * without experts works beside one whose experts belong to another replica too. */
 static bool mt_forward_is_own(const mt_model *m) {
     bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
-    return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
+    return !gathers && (m->options->num_experts == 0 || m->grid->expert_exchange.size == 1);
 }
 
 /* True for a decode step: one token per sequence and its logits, on a rank that needs no other. Steps with equal

@@ -1043,6 +1043,16 @@ EOF
         *) ;;
         esac || return 1
     done
+    # functions of their own win over those of the algorithm
+    sed "s|TYPE|grpo, advantage_fn: rloo, policy_loss_fn: sppo|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.advantage_fn adv-estimator rloo &&
+        sets algorithm.policy_loss_fn pg-variant sppo && shows clip-ratio 0.3 || return 1
+    sed "s|TYPE|grpo, advantage_fn: opmd|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.advantage_fn adv-estimator grpo &&
+        shows norm-adv-by-std false || return 1
+    sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
+        sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2.0 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
@@ -1050,7 +1060,9 @@ EOF
     refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
         's/response_key: answer/image_key: images/; s/TYPE/grpo=image_key is not supported: images and videos' \
         's/TYPE/dpo=algorithm_type cannot be dpo: its loss' 's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
-        's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
+        's/TYPE/gspo, policy_loss_fn: sft=algorithm_type has the loss gspo, and policy_loss_fn is sft' \
+        's/TYPE/grpo, policy_loss_fn: mix=policy_loss_fn cannot be mix: take ppo, gspo' \
+        's/TYPE/grpo, advantage_fn: asymre=advantage_fn cannot be asymre: take ppo, grpo' \
         's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
     sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
         s/^trainer:/synchronizer: {sync_method: checkpoint, sync_interval: 10}\ntrainer:/
