@@ -5,6 +5,7 @@
 ## make demo          prepare text, train a small Llama on it, draw its loss and generate text
 ## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
+## make demo-agent    teach a small model to use a calculator (some minutes)
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some,
 ##                    SECTIONS="9d 3e" those of these sections of megatron.c without their long tests,
 ##                    ONLY=name one test by its name or pattern
@@ -32,7 +33,7 @@
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make fire          requests to a server by clients of all kinds; REQUESTS=20000 CLIENTS=200
 ## make fuzz-layouts  train random models on random layouts, compare with one rank; SECONDS=600 SEED=1 NUMBER=n;
-##                    on GPUs DEVICE=cuda RANKS=4
+##                    on GPUs DEVICE=cuda RANKS=4; STAGE=rl: reinforcement learning alone
 ## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
 ## make sizes         print the lines of every source file, and the number and length of its functions
 ## make probe         look for libraries again
@@ -120,7 +121,7 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-bitwise bench-fp8 needs times
 .PHONY: fire fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint \
-	sizes format format-check clean FORCE
+	sizes demo-agent format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -477,6 +478,9 @@ demo-rl: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(or $(RANKS),$(if $(filter cuda,$(DEVICE)),1,$(DEMO_RANKS)))' \
 		DEMO_MODEL='$(MODEL)' DEMO_DEVICE='$(or $(DEVICE),cpu)' data/scripts/demo-rl.sh
 
+demo-agent: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' data/scripts/demo-agent.sh
+
 plot:
 	@data/scripts/plot.sh "$$RUN" $${OUT:+"$$OUT"}
 
@@ -502,7 +506,7 @@ SECONDS ?= 600
 SEED ?= 1
 fuzz-layouts: all $(FUZZ_LAYOUTS)
 	@$(if $(HAVE_MPI),$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' \
-		$(DEVICE:%=FUZZ_DEVICE=%) $(RANKS:%=FUZZ_RANKS=%) \
+		$(DEVICE:%=FUZZ_DEVICE=%) $(RANKS:%=FUZZ_RANKS=%) $(STAGE:%=FUZZ_STAGE=%) \
 		$(FUZZ_LAYOUTS) $(SECONDS) $(SEED) $(NUMBER),\
 		echo "skipped: MPI is absent")
 

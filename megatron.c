@@ -1271,6 +1271,12 @@ static void mt_bf16_tile(float *c, int64_t stride, mt_matrix a, mt_matrix b, int
 static void mt_matmul_bf16(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
                            bool accumulate) {
     int64_t rows = M, columns = N;
+    // of 63 terms, oneDNN 2.6 compiles kernels for AMX whose tiles are illegal: with 264 rows and 20 columns, say
+    if (K == 63) {
+        mt_matmul_bf16(c, stride, a, b, M, N, 32, accumulate);
+        mt_matmul_bf16(c, stride, mt_matrix_at(a, 0, 32), mt_matrix_at(b, 32, 0), M, N, 31, true);
+        return;
+    }
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_divide_up(M, rows) * mt_divide_up(N, columns) < 4))
         columns = mt_halve(columns);
@@ -16613,10 +16619,11 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_output_forward(m, &p, is_step ? hidden : chosen);
 }
 
-/* True if forwards of one data-parallel replica do not wait for another replica. */
+/* True if forwards of one data-parallel replica do not wait for another replica. All stages of a pipeline agree: one
+ * without experts works beside one whose experts belong to another replica too. */
 static bool mt_forward_is_own(const mt_model *m) {
     bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
-    return !gathers && (m->experts->num_layers == 0 || m->grid->expert_exchange.size == 1);
+    return !gathers && (m->options->num_experts == 0 || m->grid->expert_exchange.size == 1);
 }
 
 /* True for a decode step: one token per sequence and its logits, on a rank that needs no other. Steps with equal

@@ -508,7 +508,8 @@ typedef enum mt_reward_kind {
     MT_REWARD_NUMBER,  // 1 if the response's number is the answer's; else 0
     MT_REWARD_REGEX,   // 1 if a pattern matches in the response; else 0
     MT_REWARD_COMMAND, // a program's number
-    MT_REWARD_MODEL    // the value of a reward model
+    MT_REWARD_MODEL,   // the value of a reward model
+    MT_REWARD_ENV      // the sum of the rewards of the environment that holds the conversation
 } mt_reward_kind;
 /* The stage of training (--stage). */
 typedef enum mt_training_stage {

@@ -6,7 +6,7 @@
 set -eu
 . tests/suite.sh
 file=${1:-notes/serving-load.txt} seconds=${2:-10}
-export OMP_WAIT_POLICY=passive
+export OMP_NUM_THREADS=1 # beside its clients
 "$train" --device cpu --num-layers 8 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --seq-length 64 \
     --max-position-embeddings 1024 --normalization RMSNorm --swiglu --position-embedding-type rope \
     --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 1024 \

@@ -381,8 +381,10 @@ static void linear_matches_float64_and_finite_differences(void **state) {
 /* Sizes past every block: exact products of small integers, so that no order of summation matters. */
 static void linear_is_exact_on_integers_past_every_block(void **state) {
     (void)state;
-    const int64_t T = 521, N = 1031, K = 259;
-    for (int d = 0; d < 2; d++) {
+    static const int64_t sizes[2][3] = {{521, 1031, 259}, {63, 264, 20}}; // the second: see mt_matmul_bf16
+    for (int run = 0; run < 4; run++) {
+        int64_t T = sizes[run / 2][0], N = sizes[run / 2][1], K = sizes[run / 2][2];
+        int d = run % 2;
         double *x = zeros(T * K), *w = zeros(N * K), *dy = zeros(T * N), *zero = zeros(N * K);
         for (int64_t i = 0; i < T * K; i++) x[i] = (double)(random_word() % 3) - 1;
         for (int64_t i = 0; i < N * K; i++) w[i] = (double)(random_word() % 3) - 1;

@@ -393,7 +393,7 @@ actor_rollout_ref:
 critic: {$line}
 EOF
             if [ $estimator = gae ]; then
-                refused 'critic[.a-z_]* is .* make them equal' "$train" --config "$work/critic.yaml" \
+                refused ' is .* make them equal' "$train" --config "$work/critic.yaml" \
                     --role actor_train || return 1
             else # no critic is trained
                 "$train" --config "$work/critic.yaml" --role actor_train --print-config >"$work/out" 2>"$work/err" &&
@@ -403,7 +403,7 @@ EOF
     done
     sed 's/^critic: .*/critic: {optim: {lr: 1e-5, weight_decay: 1e-2, lr_decay_style: banana}}/' "$work/critic.yaml" \
         >"$work/banana.yaml"
-    refused "critic.optim.lr_decay_style expects constant|linear|.*, got 'banana'" "$train" \
+    refused "lr_decay_style expects constant|linear|.*, got 'banana'" "$train" \
         --config "$work/banana.yaml" --role actor_train
 }
 
@@ -496,7 +496,7 @@ EOF
 
 # Fields with a counterpart set it, and lists may be empty, as in a file.
 fields_on_the_command_line_have_what_a_file_may_have() {
-    run="$train --mock-data $small --seq-length 32 --max_steps 7 --print-config"
+    run="$train --mock-data ${small% --device cpu} --seq-length 32 --max_steps 7 --print-config"
     $run --include_for_metrics --label_names '[]' --optim_target_modules '[]' --gradient_checkpointing true \
         --per_device_eval_batch_size 4 --use_cpu True --full_determinism True --optim lion_32bit \
         --disable_tqdm None --data_seed None --hub_private_repo null >"$work/out" 2>"$work/err" &&
@@ -1043,6 +1043,16 @@ EOF
         *) ;;
         esac || return 1
     done
+    # functions of their own win over those of the algorithm
+    sed "s|TYPE|grpo, advantage_fn: rloo, policy_loss_fn: sppo|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.advantage_fn adv-estimator rloo &&
+        sets algorithm.policy_loss_fn pg-variant sppo && shows clip-ratio 0.3 || return 1
+    sed "s|TYPE|grpo, advantage_fn: opmd|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.advantage_fn adv-estimator grpo &&
+        shows norm-adv-by-std false || return 1
+    sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
+        sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2.0 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
@@ -1050,7 +1060,9 @@ EOF
     refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
         's/response_key: answer/image_key: images/; s/TYPE/grpo=image_key is not supported: images and videos' \
         's/TYPE/dpo=algorithm_type cannot be dpo: its loss' 's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
-        's/TYPE/gspo, policy_loss_fn: ppo=algorithm_type has the loss gspo, and policy_loss_fn is ppo' \
+        's/TYPE/gspo, policy_loss_fn: sft=algorithm_type has the loss gspo, and policy_loss_fn is sft' \
+        's/TYPE/grpo, policy_loss_fn: mix=policy_loss_fn cannot be mix: take ppo, gspo' \
+        's/TYPE/grpo, advantage_fn: asymre=advantage_fn cannot be asymre: take ppo, grpo' \
         's/TYPE/cispo, policy_loss_fn_args: {enable_mask_clip: true}=enable_mask_clip can only be false' || return 1
     sed "s/TYPE/sft/; s/mode: both/mode: train/; s/total_steps: 1/total_steps: 2/
         s/^trainer:/synchronizer: {sync_method: checkpoint, sync_interval: 10}\ntrainer:/

@@ -18,6 +18,7 @@
 enum { LENGTH = 32, STEPS = 3, PROMPTS = 5, EACH = 3, SAMPLES = PROMPTS * EACH, NEW_TOKENS = 12, BATCH = 8 };
 
 static mt_grid world;
+static bool trains = true;
 
 #define DENSE   "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu "
 #define EXPERTS DENSE "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
@@ -68,7 +69,8 @@ static void generate(mt_model *model, int step, result *r) {
     }
 }
 
-/* Trains, and generates after every step; on several ranks the cache has no memory during the steps. */
+/* Trains, unless the model is to generate alone, and generates after every step; on several ranks the cache has no
+ * memory during the steps. */
 static void run(result *r, const char *model_words, const char *layout, int ranks) {
     char line[1024], *arguments[64];
     int count = 0;
@@ -90,7 +92,7 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     mt_grid started = world;
     if (ranks == 1) world = mt_grid_of_one;
     if (ranks > 1 && mt_grid_build(&world, &options.stack, &error) != 0) mt_die("%s: %s", layout, error.text);
-    mt_model_plan plan = {.max_tokens = LENGTH, .max_position = LENGTH, .page_rows = 8, .train = true};
+    mt_model_plan plan = {.max_tokens = LENGTH, .max_position = LENGTH, .page_rows = 8, .train = trains};
     plan.max_tokens = plan.max_logits = mt_rank_tokens(&options.stack, LENGTH);
     mt_plan_generation(&plan, 4, LENGTH, 72); // four at once where they find pages
     if (mt_model_create(&model, &options.stack, &world, &mt_cpu_ops, &plan, &error) != 0)
@@ -99,7 +101,9 @@ static void run(result *r, const char *model_words, const char *layout, int rank
     mt_batch_alloc(&batch, LENGTH);
     for (int step = 0; step < STEPS; step++) {
         if (ranks > 1 && mt_model_rest(model, 1 << MT_PART_CACHE, &error) != 0) mt_die("%s: %s", layout, error.text);
-        if (mt_train_step(model, &state, BATCH / world.data.size, make_batch, &state, &batch, &metrics, &error) != 0)
+        metrics.loss = 0;
+        if (trains &&
+            mt_train_step(model, &state, BATCH / world.data.size, make_batch, &state, &batch, &metrics, &error) != 0)
             mt_die("%s: %s", layout, error.text);
         r->losses[step] = metrics.loss;
         if (mt_model_wake(model, 1 << MT_PART_CACHE, &error) != 0) mt_die("%s: %s", layout, error.text);
@@ -182,12 +186,31 @@ static void experts_generate_alike_on_all_layouts(void **state) {
     run_layouts(EXPERTS, layouts, sizeof layouts / sizeof *layouts);
 }
 
+/* The last stage has no experts, and goes on as long as the replica that the first one exchanges tokens with. */
+static void stages_without_experts_wait_for_the_others(void **state) {
+    (void)state;
+    static const char *const layouts[] = {"--expert-model-parallel-size 2 --pipeline-model-parallel-size 2"};
+    run_layouts(EXPERTS "--moe-layer-freq ([1]*2+[0]*2) ", layouts, 1);
+}
+
+/* Norms of all heads exchange sums of tensor-parallel ranks, in memory that a model has without training too. */
+static void models_without_training_generate_alike(void **state) {
+    (void)state;
+    static const char *const layouts[] = {"--tensor-model-parallel-size 2",
+                                          "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"};
+    trains = false;
+    run_layouts(DENSE "--qk-layernorm --qk-layernorm-all-heads --attention-output-gate ", layouts, 2);
+    trains = true;
+}
+
 int main(int argc, char **argv) {
     mt_grid_start(&world, &argc, &argv);
     if (!world.world.comm) mt_die("start me with mpirun");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(dense_models_generate_alike_on_all_layouts),
         cmocka_unit_test(experts_generate_alike_on_all_layouts),
+        cmocka_unit_test(stages_without_experts_wait_for_the_others),
+        cmocka_unit_test(models_without_training_generate_alike),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&world);

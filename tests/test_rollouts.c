@@ -359,6 +359,41 @@ static void responses_are_scored_as_text(void **state) {
     end_step(&r, &prompts);
 }
 
+/* Texts of an environment between the turns of a response are not trained on, and rewards read the last turn. */
+static void turns_train_what_the_model_wrote(void **state) {
+    (void)state;
+    mt_rollouts r;
+    mt_error error;
+    mt_reward_function *exact;
+    const int64_t order[] = {0};
+    mt_samples prompts = read_prompts((mt_sft_config){0}, "{\"prompt\": \"a\", \"answer\": \"9\"}");
+    const int32_t tokens[] = {'1', 256, 'x', 'y', '9', 256};
+    static const uint8_t is_written[] = {1, 1, 0, 0, 1, 1};
+    for (int whole = 0; whole < 2; whole++) {
+        uint8_t *flags = mt_malloc(sizeof is_written);
+        memcpy(flags, is_written, sizeof is_written);
+        mt_rollouts_begin(&r, &prompts, order, 1, 1);
+        mt_rollouts_set(&r, 0, tokens, 6, false);
+        mt_rollouts_set_turns(&r, 0, (mt_turns){flags, 2, 4, 0.25});
+        assert_int_equal(mt_reward_open(&exact, MT_REWARD_EXACT, NULL, 1, &error), 0);
+        assert_int_equal(mt_rollouts_score(&r, 0, exact, tokenizer, &no_stops, &error), 0);
+        assert_true(r.scores[0] == 1);
+        mt_rollouts_score_turns(&r, 0);
+        assert_true(r.scores[0] == 0.25);
+        mt_rollout_config c = {.whole = whole, .advantage = {.estimator = MT_ADV_REINFORCE, .gamma = 1}};
+        mt_rollouts_select(&r, &c);
+        if (!whole) assert_string_equal(sequence_text(&r, 0), "a,1|xy,9|");
+        assert_int_equal(mt_rollouts_count(&r), 4 + whole);
+        assert_true(r.stats.turns == 2 && r.mask[1] == 1 && r.mask[2] == 0 && r.mask[3] == 0 && r.mask[4] == 1);
+        mt_rollouts_advantages(&r, &c);
+        const double *advantages = r.inputs[MT_ADVANTAGES];
+        assert_true(advantages[0] == 0.25 && advantages[2] == 0 && advantages[3] == 0 && advantages[5] == 0.25);
+        mt_rollouts_free(&r);
+        mt_reward_close(exact);
+    }
+    mt_samples_free(&prompts);
+}
+
 /* "1<|im_end|>" is scored as "1". */
 static void special_tokens_are_not_scored(void **state) {
     (void)state;
@@ -738,6 +773,7 @@ int main(void) {
         cmocka_unit_test(rewards_are_normalised_over_batch_or_group),
         cmocka_unit_test(baselines_are_compared_with_and_not_trained_on),
         cmocka_unit_test(responses_are_scored_as_text),
+        cmocka_unit_test(turns_train_what_the_model_wrote),
         cmocka_unit_test(special_tokens_are_not_scored),
         cmocka_unit_test(tokens_without_a_text_are_scored),
         cmocka_unit_test(texts_end_before_a_stop_string),

@@ -117,15 +117,15 @@ every_template_holds_a_conversation() {
 # An adapter that learned a template's end of a turn keeps it, and so does the merged model.
 an_adapter_names_the_end_of_a_turn() {
     special_tokenizer "$work/special.json"
-    trains_special --mock-data --seq-length 64 --train-iters 1 --lr 1e-4 --save "$work/plain" || return 1
+    trains_special --mock-data --seq-length 64 --train-iters 1 --lr 1e-4 --save "$work/untaught" || return 1
     echo '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}' \
-        >"$work/one.jsonl"
-    "$train" --load "$work/plain" --finetune --sft --train-data-path "$work/one.jsonl" --chat-template chatml \
+        >"$work/turn.jsonl"
+    "$train" --load "$work/untaught" --finetune --sft --train-data-path "$work/turn.jsonl" --chat-template chatml \
         --seq-length 128 --train-iters 1 --lr 1e-3 --eval-iters 0 --lora-rank 2 --lora-target all-linear \
-        --save "$work/learned" --device cpu >"$work/out" 2>"$work/err" &&
-        "$infer" --load "$work/plain" --load-adapter "$work/learned" --merge-adapter "$work/whole" --device cpu \
+        --save "$work/taught" --device cpu >"$work/out" 2>"$work/err" &&
+        "$infer" --load "$work/untaught" --load-adapter "$work/taught" --merge-adapter "$work/joined" --device cpu \
             >"$work/out" 2>"$work/err" </dev/null || return 1
-    for folder in "$work"/learned/iter_0000001 "$work/whole"; do
+    for folder in "$work"/taught/iter_0000001 "$work/joined"; do
         tr -d ' \n' <"$folder/generation_config.json" >"$work/flat" 2>/dev/null &&
             says '"eos_token_id":\[[0-9]*,[0-9]*\]' "$work/flat" || return 1
     done

@@ -21,6 +21,7 @@ void mt_samples_free(mt_samples *samples) {
     for (int64_t i = 0; samples->questions && i < samples->count; i++) {
         free(samples->questions[i].prompt);
         free(samples->questions[i].answer);
+        free(samples->questions[i].conversation);
     }
     free(samples->questions);
     free(samples->ref_logps);
@@ -802,6 +803,25 @@ static int64_t find_share(const mt_sft_config *c, const json_t *object) {
     return c->shares.count > 0 ? -1 : 0;
 }
 
+/* The messages of the line, its tools and variables of its template, as a text in JSON. */
+static char *copy_conversation(const reader *r) {
+    json_t *conversation = json_object(), *messages = json_array();
+    for (int64_t i = 0; i < r->num_messages; i++) {
+        const mt_chat_message *m = &r->messages[i];
+        json_t *message = r->fields[i] ? json_copy(r->fields[i]) : json_object();
+        json_object_set_new(message, "role", json_string(m->role));
+        json_object_set_new(message, "content", m->content ? json_stringn(m->content, (size_t)m->bytes) : json_null());
+        json_array_append_new(messages, message);
+    }
+    json_object_set_new(conversation, "messages", messages);
+    if (r->tools) json_object_set(conversation, "tools", r->tools);
+    if (r->settings) json_object_set(conversation, "chat_template_kwargs", r->settings);
+    char *text = json_dumps(conversation, JSON_COMPACT);
+    json_decref(conversation);
+    MT_CHECK(text);
+    return text;
+}
+
 /* Reads one line as a prompt. */
 static int read_question(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
@@ -839,6 +859,7 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
         return 0;
     }
     question.prompt = copy_text(last->content, question.prompt_bytes = last->bytes);
+    if (c->conversations) question.conversation = copy_conversation(r);
     add_sample(r, r->ids.count);
     s->questions = mt_realloc(s->questions, r->sample_capacity * (int64_t)sizeof *s->questions);
     s->questions[s->count - 1] = question;

@@ -18,7 +18,8 @@ extern "C" {
 typedef struct mt_question {
     char *prompt, *answer;
     int64_t prompt_bytes, answer_bytes;
-    int64_t share; // of --prompt-shares: which one
+    char *conversation; // {"messages": [...], "tools": [...], "chat_template_kwargs": {...}}; NULL: not kept
+    int64_t share;      // of --prompt-shares: which one
 } mt_question;
 
 /* Sequences one after another. Sample s has the tokens [offsets[s], offsets[s + 1]): inputs are all but its last token,
@@ -66,6 +67,7 @@ typedef struct mt_sft_config {
     bool prompts;           // lines hold prompts for responses by a model; sequences have 1 token or more
     const char *answer_key; // NULL: answer, ground_truth or reward_model.ground_truth
     bool needs_answer;      // a prompt without an answer is bad
+    bool conversations;     // mt_question.conversation is kept
     mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
     const char *tag_key;    // NULL: tag
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */

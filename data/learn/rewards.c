@@ -1,19 +1,14 @@
 /* rewards.c: rewards of responses: exact answers, numbers, patterns, a program of the user's. */
 #include "rewards.h"
 
-#include "../base/child.h"
-#include "../base/signals.h"
 #include "../tokens/tokenizer.h"
 #include "../tokens/tokenizer_vocab.h"
+#include "line_command.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <math.h>
-#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #ifdef MT_HAVE_PCRE2
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -23,16 +18,13 @@
 struct mt_reward_function {
     mt_reward_kind kind;
     char *argument;
-    double seconds;
 
     void *pattern, *match, *context, *stack; // pcre2
     int answer_group;                        // of the pattern; 0: none
     bool gave_up;                            // a response took the pattern too long, and that was reported
 
-    mt_child child;            // the command
-    mt_text repaired, request; // scratch; the line that is being sent
-    mt_text received;          // output without its whole lines
-    int64_t lines;             // of output, since the start
+    mt_text repaired; // scratch
+    mt_line_command command;
 };
 
 /* ---- exact and number ----------------------------------------------------------------------------------------------
@@ -771,175 +763,65 @@ static int score_pattern(mt_reward_function *r, const mt_reward_item *item, doub
 /* ---- command -------------------------------------------------------------------------------------------------------
  */
 
-static int open_command(mt_reward_function *r, mt_error *error) {
-    char *arguments[] = {"sh", "-c", r->argument, NULL};
-    int status = mt_child_start(&r->child, "/bin/sh", arguments);
-    if (status == 0) return 0;
-    return mt_error_set(error, "the reward command \"%s\" cannot be started: %s", r->argument, strerror(status));
-}
+/* Responses that a command scores. */
+typedef struct batch {
+    mt_reward_function *reward;
+    const mt_reward_item *items;
+    double *scores;
+} batch;
 
-/* The command's output ended. */
-static int report_end(mt_reward_function *r, int64_t answered, int64_t count, mt_error *error) {
-    int status = mt_child_end(&r->child, 1);
-    char how[96] = "closed its output";
-    if (status != -1 && WIFEXITED(status))
-        snprintf(how, sizeof how, "ended with exit status %d%s", WEXITSTATUS(status),
-                 WEXITSTATUS(status) == 127 ? " (the shell did not find it)" : "");
-    else if (status != -1 && WIFSIGNALED(status))
-        snprintf(how, sizeof how, "was ended by signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
-    return mt_error_set(error,
-                        "the reward command \"%s\" %s after %lld answers to %lld responses; its own messages, if any, "
-                        "stand above; it must read until the end of its input",
-                        r->argument, how, (long long)answered, (long long)count);
-}
-
-/* Appends a JSON string. */
-static void append_string(mt_reward_function *r, const char *text, int64_t bytes) {
-    mt_text *to = &r->request;
-    char escape[8];
-    r->repaired.bytes = 0;
-    mt_utf8_repair(&r->repaired, text, bytes);
-    mt_text_append(to, "\"", 1);
-    for (int64_t i = 0; i < r->repaired.bytes; i++) {
-        unsigned char c = (unsigned char)r->repaired.data[i];
-        if (c == '"' || c == '\\')
-            snprintf(escape, sizeof escape, "\\%c", c);
-        else if (c < 32)
-            snprintf(escape, sizeof escape, "\\u%04x", c);
-        else
-            escape[0] = (char)c, escape[1] = 0;
-        mt_text_append(to, escape, (int64_t)strlen(escape));
-    }
-    mt_text_append(to, "\"", 1);
-}
-
-static void write_request(mt_reward_function *r, const mt_reward_item *item) {
+static void write_request(void *context, int64_t i) {
     static const char *const keys[] = {"{\"prompt\": ", ", \"response\": ", ", \"answer\": "};
+    const batch *b = context;
+    const mt_reward_item *item = &b->items[i];
     const char *texts[] = {item->prompt, item->response, item->answer};
     const int64_t bytes[] = {item->prompt_bytes, item->response_bytes, item->answer_bytes};
-    r->request.bytes = 0;
-    for (int i = 0; i < 3; i++) {
-        mt_text_append(&r->request, keys[i], (int64_t)strlen(keys[i]));
-        if (texts[i])
-            append_string(r, texts[i], bytes[i]);
+    mt_line_command *command = &b->reward->command;
+    for (int k = 0; k < 3; k++) {
+        mt_text_append(&command->request, keys[k], (int64_t)strlen(keys[k]));
+        if (texts[k])
+            mt_line_command_append_string(command, texts[k], bytes[k]);
         else
-            mt_text_append(&r->request, "null", 4);
+            mt_text_append(&command->request, "null", 4);
     }
-    mt_text_append(&r->request, "}\n", 2);
+    mt_text_append(&command->request, "}\n", 2);
 }
 
 /* Beyond it squares and sums of rewards may overflow, and advantages become 0. */
 #define MT_LARGEST_REWARD 1e30
 
-/* The number of a line of output, without its line end. */
-static int read_score(mt_reward_function *r, const char *line, int64_t bytes, double *score, mt_error *error) {
+/* The number of a line of output. */
+static int read_score(void *context, int64_t i, int64_t sent, const char *line, int64_t bytes, mt_error *error) {
+    const batch *b = context;
     char text[64], *end = text;
-    r->lines++;
+    (void)sent;
     trim(&line, &bytes);
     if (bytes > 0 && bytes < (int64_t)sizeof text) {
         memcpy(text, line, (size_t)bytes);
         text[bytes] = 0;
-        *score = strtod(text, &end);
+        b->scores[i] = strtod(text, &end);
         bool decimal = strspn(text, "+-.0123456789eE") == (size_t)bytes; // no hexadecimal number
-        if (decimal && end == text + bytes && fabs(*score) <= MT_LARGEST_REWARD) return 0;
+        if (decimal && end == text + bytes && fabs(b->scores[i]) <= MT_LARGEST_REWARD) return 0;
     }
     return mt_error_set(
         error,
         "the reward command \"%s\" wrote \"%.*s\" as line %lld of its output; it must write one decimal "
         "number a line, of at most %g in size, and other messages to standard error",
-        r->argument, (int)mt_min(bytes, 80), line, (long long)r->lines, MT_LARGEST_REWARD);
-}
-
-/* The scores of a batch; `sent` bytes of the request of item `next` - 1 are sent. */
-typedef struct batch {
-    const mt_reward_item *items;
-    int64_t count, next, sent, answered;
-    double *scores;
-} batch;
-
-static int report_surplus(const mt_reward_function *r, mt_error *error) {
-    return mt_error_set(
-        error,
-        "the reward command \"%s\" wrote more lines than it got responses; it must write one number for "
-        "each, and other messages to standard error",
-        r->argument);
-}
-
-/* Takes the whole lines of `received`. A line for a response that is not wholly sent is no answer. */
-static int take_lines(mt_reward_function *r, batch *b, mt_error *error) {
-    mt_text *text = &r->received;
-    int64_t taken = 0, asked = b->next - (b->sent < r->request.bytes);
-    for (const char *end; (end = memchr(text->data + taken, '\n', (size_t)(text->bytes - taken)));) {
-        const char *line = text->data + taken;
-        if (b->answered == asked) return report_surplus(r, error);
-        if (read_score(r, line, end - line, &b->scores[b->answered], error) != 0) return -1;
-        b->answered++;
-        taken = end + 1 - text->data;
-    }
-    text->bytes -= taken;
-    memmove(text->data, text->data + taken, (size_t)text->bytes);
-    if (text->bytes > 0 && b->answered == b->count) return report_surplus(r, error);
-    return text->bytes > 4096 ? read_score(r, text->data, text->bytes, &b->scores[b->answered], error) : 0;
-}
-
-/* Reads the bytes that are available. */
-static int receive(mt_reward_function *r, batch *b, mt_error *error) {
-    char piece[65536];
-    ssize_t bytes = read(r->child.from, piece, sizeof piece);
-    if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
-    if (bytes <= 0) return report_end(r, b->answered, b->count, error);
-    mt_text_append(&r->received, piece, bytes);
-    return take_lines(r, b, error);
-}
-
-/* Writes as much as the pipe takes. A command that reads no more is noticed where its output ends. */
-static void send_request(mt_reward_function *r, batch *b) {
-    b->sent += mt_child_write(&r->child, r->request.data + b->sent, (size_t)(r->request.bytes - b->sent));
-}
-
-/* A signal that comes just before poll is seen after this time. */
-enum { STOP_MILLISECONDS = 200 };
-
-/* 0, -1 or MT_REWARD_STOPPED. */
-static int exchange(mt_reward_function *r, batch *b, mt_error *error) {
-    double until = mt_time() + r->seconds;
-    struct pollfd from = {r->child.from, POLLIN, 0};
-    char surplus;
-    b->sent = r->request.bytes = 0;
-    if (r->child.to < 0) return report_end(r, 0, b->count, error);
-    if (poll(&from, 1, 0) > 0) { // before anything was asked
-        ssize_t bytes = read(r->child.from, &surplus, 1);
-        if (bytes > 0) return report_surplus(r, error);
-        if (bytes == 0) return report_end(r, 0, b->count, error);
-    }
-    while (b->answered < b->count) {
-        if (b->sent == r->request.bytes && b->next < b->count) {
-            write_request(r, &b->items[b->next++]);
-            b->sent = 0;
-        }
-        bool sends = b->sent < r->request.bytes && r->child.to >= 0;
-        struct pollfd ends[] = {{r->child.from, POLLIN, 0}, {sends ? r->child.to : -1, POLLOUT, 0}};
-        double left = until - mt_time();
-        if (left <= 0)
-            return mt_error_set(error,
-                                "the reward command \"%s\" wrote %lld answers to %lld responses in %g s; it hangs, is "
-                                "too slow, or waits for more input: it must answer each line and flush (python3 -u)",
-                                r->argument, (long long)b->answered, (long long)b->count, r->seconds);
-        if (mt_stop_requested()) return MT_REWARD_STOPPED;
-        if (poll(ends, 2, (int)fmin(1000 * left + 1, STOP_MILLISECONDS)) < 0) continue; // a signal
-        if (ends[0].revents && receive(r, b, error) != 0) return -1;
-        if (ends[1].revents) send_request(r, b);
-    }
-    return 0;
+        b->reward->argument, (int)mt_min(bytes, 80), line, (long long)b->reward->command.lines, MT_LARGEST_REWARD);
 }
 
 static int score_by_command(mt_reward_function *r, const mt_reward_item *items, int64_t count, double *scores,
                             mt_error *error) {
-    batch b = {.items = items, .count = count, .scores = scores};
-    if (r->child.process == 0) return mt_error_set(error, "the reward command \"%s\" has ended", r->argument);
-    int status = exchange(r, &b, error);
-    if (status != 0) mt_child_end(&r->child, 0);
-    return status;
+    batch b = {r, items, scores};
+    mt_line_exchange exchange = {.count = count,
+                                 .requests = "responses",
+                                 .answer = "one number",
+                                 .longest = 4096,
+                                 .context = &b,
+                                 .write = write_request,
+                                 .read = read_score};
+    int status = mt_line_command_exchange(&r->command, &exchange, error);
+    return status == MT_LINE_COMMAND_STOPPED ? MT_REWARD_STOPPED : status;
 }
 
 /* ---- all kinds -----------------------------------------------------------------------------------------------------
@@ -952,12 +834,13 @@ int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *ar
     *out = NULL;
     if (needs && (!argument || !*argument)) return mt_error_set(error, "the reward needs a %s", arguments[kind]);
     mt_reward_function *r = mt_calloc(sizeof *r);
-    r->kind = kind, r->seconds = seconds;
+    r->kind = kind;
     r->argument = mt_strdup(argument ? argument : "");
-    r->child.to = r->child.from = -1;
+    r->command.child.to = r->command.child.from = -1;
     int status = 0;
     if (kind == MT_REWARD_REGEX) status = open_pattern(r, error);
-    if (kind == MT_REWARD_COMMAND) status = open_command(r, error);
+    if (kind == MT_REWARD_COMMAND)
+        status = mt_line_command_open(&r->command, "reward command", argument, seconds, error);
     if (status == 0)
         *out = r;
     else
@@ -967,11 +850,9 @@ int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *ar
 
 void mt_reward_close(mt_reward_function *r) {
     if (!r) return;
-    mt_child_end(&r->child, 2);
+    mt_line_command_close(&r->command);
     if (r->pattern) close_pattern(r);
     free(r->repaired.data);
-    free(r->request.data);
-    free(r->received.data);
     free(r->argument);
     free(r);
 }

@@ -15,6 +15,7 @@
 #include "../tokens/chat.h"
 #include "../tokens/prompts.h"
 #include "../tokens/response.h"
+#include "../tokens/tokenizer_vocab.h"
 #include "../models/special_tokens.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
@@ -25,6 +26,7 @@
 #include "../checkpoint/checkpoint_load.h"
 #include "../checkpoint/resume.h"
 #include "../report/report.h"
+#include "environment.h"
 #include "mismatch.h"
 #include "rollouts.h"
 #include "stage.h"
@@ -68,7 +70,9 @@ struct mt_rl {
     mt_samples prompts;
     int64_t *quotas;                          // prompts of an iteration of each of --prompt-shares
     mt_stops stops;                           // tokens that end a response
-    mt_reward_function *rewards[MT_MAX_INTS]; // of rank 0; NULL: a model's, or another rank
+    mt_reward_function *rewards[MT_MAX_INTS]; // of rank 0; NULL: a model's, the environment's, or another rank
+    mt_environment *environment;              // of rank 0; NULL: none, or another rank
+    int32_t end;                              // the token behind which the chat template can have another message
     mt_rollouts rollouts;
     mt_rollout_config rollout_config;
     mt_policy_config policy;
@@ -364,9 +368,20 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     for (int64_t i = 0; i < o->reward.count && status == 0 && world->rank == 0; i++) {
         mt_reward_kind kind = (mt_reward_kind)o->reward.items[i];
         const char *argument = kind == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
-        if (kind != MT_REWARD_MODEL)
+        if (kind != MT_REWARD_MODEL && kind != MT_REWARD_ENV)
             status = mt_reward_open(&rl->rewards[i], kind, argument, o->reward_timeout_seconds, error);
     }
+    const mt_environment_config environment = {.command = o->env_command,
+                                               .seconds = o->env_timeout_seconds,
+                                               .tokenizer = rl->config.tokenizer,
+                                               .tokenizer_path = rl->config.tokenizer_path,
+                                               .chat_template = o->chat_template,
+                                               .chat_template_kwargs = o->chat_template_kwargs};
+    if (status == 0 && o->env_command && rl->end < 0)
+        status = mt_error_set(error, "--env-command: the chat template has no token that ends a response, so that "
+                                     "nothing can follow one; take another --chat-template");
+    if (status == 0 && o->env_command && world->rank == 0)
+        status = mt_environment_open(&rl->environment, &environment, error);
     return mt_agree(world, status != 0, error);
 }
 
@@ -432,6 +447,7 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .shares = o->prompt_shares,
                            .tag_key = o->tag_key,
                            .answer_key = o->answer_key,
+                           .conversations = o->env_command != NULL,
                            .needs_answer = mt_options_rewards(o, MT_REWARD_EXACT) || has_number,
                            .check_answer = has_number ? mt_reward_check_number : NULL,
                            .log = log};
@@ -483,7 +499,7 @@ static void configure_rollouts(mt_rl *rl) {
 }
 
 /* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
-static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
+static int find_stops(mt_rl *rl, mt_stops *stops, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     mt_chat *chat;
     if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
@@ -491,6 +507,7 @@ static int find_stops(const mt_rl *rl, mt_stops *stops, mt_error *error) {
     if (status == 0) status = mt_chat_prepare(chat, error);
     const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1};
     mt_chat_close(chat);
+    rl->end = ends[1];
     if (status != 0 || mt_stops_of_options(stops, c->options, error) != 0) return -1;
     for (int i = 0; i < 2; i++)
         if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
@@ -551,6 +568,7 @@ void mt_rl_close(mt_rl *rl) {
     mt_step_plan_free(&rl->plan);
     free(rl->critic_folder);
     for (int i = 0; i < MT_MAX_INTS; i++) mt_reward_close(rl->rewards[i]);
+    mt_environment_close(rl->environment);
     mt_transfer_close(rl->transfer);
     mt_model_role_close(&rl->generator);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
@@ -632,24 +650,185 @@ static int prepare_generator(mt_rl *rl, mt_error *error) {
     return 0;
 }
 
-/* Generates sequences[count, each] of the prompts texts[count] with the numbers lengths[count] of tokens. The first has
- * the id first_id. greedy: the most probable tokens. */
-static int write_responses(mt_rl *rl, int64_t first_id, int64_t each, bool greedy, const int32_t *const *texts,
-                           const int64_t *lengths, int64_t count, mt_sequence *sequences, mt_error *error) {
+/* Texts to continue. */
+typedef struct texts {
+    const int32_t **tokens;      // [count]
+    int64_t *lengths;            // [count]
+    int64_t count, each;         // continuations of each
+    int64_t first_id;            // of the continuations
+    bool greedy;                 // the most probable tokens
+    const int64_t *ids, *limits; // mt_rollout's; NULL: none
+} texts;
+
+/* Generates sequences[count, each]. Returns MT_RL_STOPPED if a signal requests a stop. */
+static int write_responses(mt_rl *rl, const texts *t, mt_sequence *sequences, mt_error *error) {
     const mt_run_options *o = rl->config.options;
-    mt_rollout rollout = {.num_return_sequences = each,
+    mt_rollout rollout = {.num_return_sequences = t->each,
                           .max_new_tokens = o->max_new_tokens,
-                          .first_id = first_id,
+                          .first_id = t->first_id,
+                          .ids = t->ids,
+                          .limits = t->limits,
                           .sampling = sampling_of(o),
                           .stops = rl->stops,
                           .is_stopped = mt_stop_requested,
-                          .keeps_routes = !greedy && o->router_replay == MT_ROUTER_REPLAY_R3};
-    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, first_id, count * each);
-    if (greedy) rollout.sampling.temperature = 0;
+                          .keeps_routes = !t->greedy && o->router_replay == MT_ROUTER_REPLAY_R3};
+    mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, t->first_id, t->count * t->each);
+    if (t->greedy) rollout.sampling.temperature = 0;
     if (o->stop.count > 0) rollout.stops.ends_text = mt_responses_end, rollout.stops.context = &responses;
-    int status = mt_rollout_generate(generator_of(rl)->model, &rollout, texts, lengths, count, sequences, error);
+    int status =
+        mt_rollout_generate(generator_of(rl)->model, &rollout, t->tokens, t->lengths, t->count, sequences, error);
     mt_responses_close(&responses);
+    return status == MT_GENERATION_STOPPED ? MT_RL_STOPPED : status;
+}
+
+/* ---- conversations with the environment */
+
+/* A conversation: what follows the prompt. */
+typedef struct talk {
+    mt_ids tokens;
+    uint8_t *is_written; // [tokens.count]: by the model
+    float *logps;        // [tokens.count]: the generator's; 0 of others
+    float *routes;       // of the first num_routes positions, as first computed; NULL: not kept
+    int64_t num_routes;
+    mt_turns turns; // without is_written
+    bool overlong;  // the tokens ended before the conversation
+    bool goes_on;
+} talk;
+
+static void push_tokens(talk *t, const int32_t *tokens, const float *logps, int64_t count) {
+    int64_t before = t->tokens.count, after = before + count;
+    t->is_written = mt_realloc(t->is_written, mt_max(after, 1));
+    t->logps = mt_realloc(t->logps, mt_max(after, 1) * 4);
+    for (int64_t i = 0; i < count; i++) {
+        mt_ids_push(&t->tokens, tokens[i]);
+        t->is_written[before + i] = logps != NULL, t->logps[before + i] = logps ? logps[i] : 0;
+    }
+}
+
+/* Takes the model's next response, and ends its sequence. A response that ends with another token than the template's
+ * is the last one. */
+static void take_turn(const mt_rl *rl, talk *t, mt_sequence *q) {
+    int64_t width = mt_routes_size(&rl->config.options->stack, 1), rows = q->num_tokens - 1;
+    t->turns.last = t->tokens.count, t->turns.count++;
+    push_tokens(t, q->tokens + q->num_prompt, q->logps, q->num_tokens - q->num_prompt);
+    t->overlong = q->finish == MT_FINISH_LENGTH;
+    t->goes_on = !t->overlong && q->tokens[q->num_tokens - 1] == rl->end;
+    if (q->routes) {
+        t->routes = mt_realloc(t->routes, mt_max(rows * width, 1) * 4);
+        memcpy(t->routes + t->num_routes * width, q->routes + t->num_routes * width,
+               (size_t)((rows - t->num_routes) * width) * 4);
+        t->num_routes = rows;
+    }
+    mt_sequence_end(q);
+}
+
+static void free_talks(talk *talks, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        free(talks[i].tokens.data), free(talks[i].is_written), free(talks[i].logps), free(talks[i].routes);
+    free(talks);
+}
+
+/* Rank 0 asks the environment about the last responses of conversations active[count]; all ranks get the rewards and
+ * the tokens that follow. Sets goes_on. MT_RL_STOPPED, or MT_RL_UNREWARDED if the environment failed. */
+static int answer_turns(mt_rl *rl, talk *talks, const int64_t *active, int64_t count, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    const mt_group *world = &rl->config.grid->world;
+    mt_env_turn *turns = mt_calloc(count * (int64_t)sizeof *turns);
+    int64_t *lengths = mt_calloc(count * 8), total = 0;
+    double *rewards = mt_calloc(count * 8);
+    for (int64_t k = 0; k < count; k++) {
+        const talk *t = &talks[active[k]];
+        turns[k] = (mt_env_turn){.conversation = active[k],
+                                 .tokens = t->tokens.data + t->turns.last,
+                                 .count = t->tokens.count - t->turns.last,
+                                 .turns_left = t->goes_on ? o->env_max_turns - t->turns.count : 0};
+    }
+    int status = world->rank == 0 ? mt_environment_step(rl->environment, turns, count, error) : 0;
+    mt_broadcast(world, &status, sizeof status, 0);
+    if (status == MT_ENVIRONMENT_STOPPED)
+        status = MT_RL_STOPPED;
+    else if (mt_agree(world, status != 0, error) != 0)
+        status = MT_RL_UNREWARDED;
+    if (status == 0) {
+        for (int64_t k = 0; k < count; k++) lengths[k] = turns[k].next.count, rewards[k] = turns[k].reward;
+        mt_broadcast(world, lengths, count * 8, 0);
+        mt_broadcast(world, rewards, count * 8, 0);
+        for (int64_t k = 0; k < count; k++) total += lengths[k];
+        int32_t *next = mt_malloc(mt_max(total, 1) * 4), *at = next;
+        for (int64_t k = 0; k < count && world->rank == 0; at += lengths[k++])
+            if (lengths[k] > 0) memcpy(at, turns[k].next.data, (size_t)lengths[k] * 4);
+        mt_broadcast(world, next, total * 4, 0);
+        at = next;
+        for (int64_t k = 0; k < count; at += lengths[k++]) {
+            talk *t = &talks[active[k]];
+            bool fits = t->tokens.count + lengths[k] < o->max_new_tokens;
+            t->turns.reward += rewards[k];
+            t->goes_on = lengths[k] > 0 && fits;
+            t->overlong |= lengths[k] > 0 && !fits;
+            if (t->goes_on) push_tokens(t, at, NULL, lengths[k]);
+        }
+        free(next);
+    }
+    for (int64_t k = 0; k < count; k++) free(turns[k].next.data);
+    free(turns), free(lengths), free(rewards);
     return status;
+}
+
+/* The next responses of conversations active[count], whose prompts are prompts[] and whose first id is first_id. The
+ * draws of a conversation depend on its id and the token's position, as without turns. */
+static int write_turns(mt_rl *rl, talk *talks, const int64_t *active, int64_t count, const texts *prompts,
+                       mt_error *error) {
+    int64_t *ids = mt_malloc(count * 8), *limits = mt_malloc(count * 8), *lengths = mt_malloc(count * 8);
+    int32_t **tokens = mt_malloc(count * (int64_t)sizeof *tokens);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    for (int64_t k = 0; k < count; k++) {
+        const talk *t = &talks[active[k]];
+        int64_t prompt = active[k] / prompts->each, first = prompts->lengths[prompt];
+        ids[k] = prompts->first_id + active[k];
+        limits[k] = rl->config.options->max_new_tokens - t->tokens.count;
+        lengths[k] = first + t->tokens.count;
+        tokens[k] = mt_malloc(lengths[k] * 4);
+        memcpy(tokens[k], prompts->tokens[prompt], (size_t)first * 4);
+        memcpy(tokens[k] + first, t->tokens.data, (size_t)t->tokens.count * 4);
+    }
+    const texts whole = {(const int32_t **)tokens, lengths, count, 1, prompts->first_id, false, ids, limits};
+    int status = write_responses(rl, &whole, sequences, error);
+    for (int64_t k = 0; k < count && status == 0; k++) take_turn(rl, &talks[active[k]], &sequences[k]);
+    for (int64_t k = 0; k < count; k++) free(tokens[k]);
+    free(ids), free(limits), free(lengths), free(tokens), free(sequences);
+    return status;
+}
+
+/* Holds the conversations that began with sequences[count, each] of the prompts to their ends. */
+static int converse(mt_rl *rl, talk *talks, mt_sequence *sequences, const texts *prompts, const int64_t *order,
+                    mt_error *error) {
+    int64_t all = prompts->count * prompts->each, count = all, status = 0, *active = mt_malloc(all * 8);
+    const mt_question **questions = mt_malloc(all * (int64_t)sizeof *questions);
+    for (int64_t i = 0; i < all; i++) {
+        take_turn(rl, &talks[i], &sequences[i]);
+        active[i] = i, questions[i] = &rl->prompts.questions[order[i / prompts->each]];
+    }
+    if (rl->environment) mt_environment_begin(rl->environment, prompts->first_id, questions, all);
+    while (count > 0 && status == 0) {
+        int64_t going = 0;
+        status = answer_turns(rl, talks, active, count, error);
+        for (int64_t k = 0; k < count && status == 0; k++)
+            if (talks[active[k]].goes_on) active[going++] = active[k];
+        count = going;
+        if (status == 0 && count > 0) status = write_turns(rl, talks, active, count, prompts, error);
+    }
+    free(active), free(questions);
+    return (int)status;
+}
+
+/* Takes a conversation as response s; `tokens` come before it. */
+static void take_talk(mt_rl *rl, int64_t s, talk *t, int64_t tokens) {
+    mt_turns turns = t->turns;
+    mt_rollouts_set(&rl->rollouts, s, t->tokens.data, t->tokens.count, t->overlong);
+    memcpy(rl->generated + tokens, t->logps, (size_t)t->tokens.count * 4);
+    turns.is_written = t->is_written, t->is_written = NULL;
+    mt_rollouts_set_turns(&rl->rollouts, s, turns);
+    rl->rollouts.routes[s] = t->routes, t->routes = NULL;
 }
 
 /* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. With remax, a greedy
@@ -659,9 +838,11 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     mt_rollouts *r = &rl->rollouts;
     bool has_baselines = o->adv_estimator == MT_ADV_REMAX;
     int64_t each = o->num_return_sequences, group = each + has_baselines, count = prompts * each, first = r->count;
-    int64_t tokens = 0, more = 0;
-    int64_t *order = mt_malloc(prompts * 8), *lengths = mt_malloc(prompts * 8);
-    const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
+    int64_t tokens = 0, more = 0, written = 0;
+    int64_t *order = mt_malloc(prompts * 8);
+    texts own = {.count = prompts, .each = each, .first_id = position * each};
+    own.tokens = mt_malloc(prompts * (int64_t)sizeof *own.tokens), own.lengths = mt_malloc(prompts * 8);
+    talk *talks = o->env_command ? mt_calloc(count * (int64_t)sizeof *talks) : NULL;
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_sequence *greedy = mt_calloc(prompts * (int64_t)sizeof *greedy);
     if (o->prompt_shares.count > 0)
@@ -670,15 +851,17 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     else
         mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
-        texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
-        lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+        own.tokens[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
+        own.lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
     }
     mt_model_role *generator = generator_of(rl);
     int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
-    if (status == 0)
-        status = write_responses(rl, position * each, each, false, texts, lengths, prompts, sequences, error);
+    if (status == 0) status = write_responses(rl, &own, sequences, error);
+    if (status == 0 && talks) status = converse(rl, talks, sequences, &own, order, error);
     if (status == 0 && has_baselines) {
-        status = write_responses(rl, position, 1, true, texts, lengths, prompts, greedy, error);
+        texts baselines = own;
+        baselines.each = 1, baselines.first_id = position, baselines.greedy = true;
+        status = write_responses(rl, &baselines, greedy, error);
         for (int64_t i = 0; i < count && status != 0; i++) mt_sequence_end(&sequences[i]);
     }
     if (status == 0) {
@@ -688,19 +871,27 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         } else
             mt_rollouts_extend(r, order, prompts);
         for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
-        for (int64_t i = 0; i < count; i++) more += sequences[i].num_tokens - sequences[i].num_prompt;
+        for (int64_t i = 0; i < count && !talks; i++) more += sequences[i].num_tokens - sequences[i].num_prompt;
         for (int64_t i = 0; i < prompts && has_baselines; i++) more += greedy[i].num_tokens - greedy[i].num_prompt;
+        written = more;
+        for (int64_t i = 0; i < count && talks; i++) {
+            more += talks[i].tokens.count;
+            for (int64_t k = 0; k < talks[i].tokens.count; k++) written += talks[i].is_written[k];
+        }
         rl->generated = mt_realloc(rl->generated, mt_max(tokens + more, 1) * 4);
         for (int64_t s = 0; s < prompts * group; s++) {
             mt_sequence *q = s % group < each ? &sequences[s / group * each + s % group] : &greedy[s / group];
-            take_response(rl, first + s, q, tokens);
+            if (talks)
+                take_talk(rl, first + s, &talks[s], tokens);
+            else
+                take_response(rl, first + s, q, tokens);
             tokens += r->response_tokens[first + s];
             mt_sequence_end(q);
         }
-        rl->times.tokens[GENERATION] += (double)more;
+        rl->times.tokens[GENERATION] += (double)written;
     }
-    free(order), free(lengths), free(texts), free(sequences), free(greedy);
-    if (status == MT_GENERATION_STOPPED) status = MT_RL_STOPPED;
+    if (talks) free_talks(talks, count);
+    free(order), free(own.lengths), free(own.tokens), free(sequences), free(greedy);
     return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
 
@@ -814,9 +1005,12 @@ static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *
     const mt_ints *kinds = &rl->config.options->reward;
     int status = 0;
     for (int64_t i = 0; i < kinds->count && status == 0; i++) {
-        bool by_model = kinds->items[i] == MT_REWARD_MODEL;
-        status =
-            by_model ? score_by_model(rl, first, batch, error) : score_by_function(rl, first, rl->rewards[i], error);
+        if (kinds->items[i] == MT_REWARD_ENV)
+            mt_rollouts_score_turns(&rl->rollouts, first);
+        else if (kinds->items[i] == MT_REWARD_MODEL)
+            status = score_by_model(rl, first, batch, error);
+        else
+            status = score_by_function(rl, first, rl->rewards[i], error);
         if (status == 0) mt_rollouts_keep_part(&rl->rollouts, first, i);
     }
     if (status == 0) mt_rollouts_add_parts(&rl->rollouts, first, &rl->rollout_config.weights);
@@ -1096,6 +1290,7 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "reward deviation", stats->score_deviation, true);
     add_number(rl, "response tokens", stats->response_tokens, true);
     add_number(rl, "overlong", stats->overlong, true);
+    if (o->env_command) add_number(rl, "turns", stats->turns, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
     if (compared) add_number(rl, "generation gap", rl->generation_gap, true);

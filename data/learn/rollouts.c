@@ -96,6 +96,7 @@ void mt_rollouts_extend(mt_rollouts *r, const int64_t *order, int64_t num_prompt
     r->overlong = extend(r->overlong, count, more, sizeof *r->overlong);
     r->scores = extend(r->scores, count, more, sizeof *r->scores);
     r->routes = extend(r->routes, count, more, sizeof *r->routes);
+    r->turns = extend(r->turns, count, more, sizeof *r->turns);
     r->num_prompts += num_prompts, r->count += more;
     for (int64_t s = 0; s < more; s++) r->prompt_of[count + s] = order[s / r->group_size];
 }
@@ -110,10 +111,10 @@ static void free_sequences(mt_rollouts *r) {
 }
 
 void mt_rollouts_free(mt_rollouts *r) {
-    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]), free(r->routes[s]);
+    for (int64_t s = 0; s < r->count; s++) free(r->responses[s]), free(r->routes[s]), free(r->turns[s].is_written);
     for (int i = 0; i < MT_MAX_INTS; i++) free(r->parts[i]);
-    free(r->routes), free(r->prompt_of), free(r->responses), free(r->response_tokens), free(r->overlong),
-        free(r->scores);
+    free(r->routes), free(r->turns), free(r->prompt_of), free(r->responses), free(r->response_tokens),
+        free(r->overlong), free(r->scores);
     free_sequences(r);
     *r = (mt_rollouts){0};
 }
@@ -125,14 +126,23 @@ void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t c
     r->response_tokens[s] = count, r->overlong[s] = overlong;
 }
 
-/* Appends the text of response s, up to a stop string, as infer writes it: a token without a text, such as one of the
- * rows that pad a model's vocabulary, is U+FFFD. */
+void mt_rollouts_set_turns(mt_rollouts *r, int64_t s, mt_turns turns) {
+    MT_CHECK(r->responses[s] && turns.last < r->response_tokens[s]);
+    r->turns[s] = turns;
+}
+
+void mt_rollouts_score_turns(mt_rollouts *r, int64_t first) {
+    for (int64_t s = first; s < r->count; s++) r->scores[s] = r->turns[s].reward;
+}
+
+/* Appends the text of response s, or of its last turn, up to a stop string, as infer writes it: a token without a text,
+ * such as one of the rows that pad a model's vocabulary, is U+FFFD. */
 static void append_text(const mt_rollouts *r, int64_t s, const mt_tokenizer *tokenizer, const mt_strings *stops,
                         mt_text *text) {
     int64_t first = text->bytes;
     mt_error ignored;
     mt_decoder *decoder = mt_decoder_open(tokenizer);
-    for (int64_t i = 0; i < r->response_tokens[s]; i++) {
+    for (int64_t i = r->turns[s].last; i < r->response_tokens[s]; i++) {
         int32_t token = r->responses[s][i];
         if (mt_tokenizer_is_special(tokenizer, token)) continue;
         if (mt_decode_next(decoder, token, text, &ignored) != 0) mt_text_append(text, "\xEF\xBF\xBD", 3);
@@ -250,7 +260,12 @@ static void append_sequence(mt_rollouts *r, const mt_rollout_config *c, int64_t 
     end += r->response_tokens[s];
     if (c->whole) to->tokens[end++] = 0;
     bool counts = !(r->overlong[s] && c->overlong == MT_OVERLONG_MASK);
-    for (int64_t i = first; i < end; i++) to->is_trained[i] = counts && i >= first + prompt_tokens;
+    const uint8_t *is_written = r->turns[s].is_written;
+    for (int64_t i = first; i < end; i++) {
+        int64_t at = i - first - prompt_tokens; // with `whole` there is one token more
+        bool written = !is_written || at >= r->response_tokens[s] || is_written[mt_max(at, 0)];
+        to->is_trained[i] = counts && at >= 0 && written;
+    }
     for (int64_t i = first; i + 1 < end; i++) r->mask[r->T + i - first] = to->is_trained[i + 1];
     r->spans[to->count] = (mt_span){r->T, end - first - 1, r->T, end - first - 1, true};
     r->T += end - first - 1;
@@ -268,6 +283,7 @@ static void count_responses(mt_rollouts *r) {
         stats->score += r->scores[s] / count;
         stats->response_tokens += (double)r->response_tokens[s] / count;
         stats->overlong += r->overlong[s] / count;
+        stats->turns += (double)r->turns[s].count / count;
     }
     for (int64_t s = 0; s < r->count; s++)
         if (!is_baseline(r, s)) squares += pow(r->scores[s] - stats->score, 2);

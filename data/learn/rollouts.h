@@ -57,10 +57,19 @@ typedef struct mt_rollout_stats {
     double score, score_deviation; // before penalty and clip; n - 1
     double response_tokens;
     double overlong; // fraction
+    double turns;    // of conversations with an environment
     int64_t groups_dropped;
     double kl;                      // in the reward, by kl_type: mean over counted tokens
     double advantage, value_target; // means over counted tokens
 } mt_rollout_stats;
+
+/* The turns of a conversation, whose response holds all that follows the prompt. */
+typedef struct mt_turns {
+    uint8_t *is_written; // [response_tokens]: by the model, so trained on; NULL: all are
+    int64_t count;       // responses of the model; 0: no environment
+    int64_t last;        // the token with which the last one begins; rewards read it alone
+    double reward;       // of the environment, over all turns
+} mt_turns;
 
 typedef struct mt_rollouts {
     const mt_samples *prompts;
@@ -75,6 +84,7 @@ typedef struct mt_rollouts {
     double *scores;             // [count]
     double *parts[MT_MAX_INTS]; // [count] by each of several rewards; NULL: by one
     float **routes;             // [count] mt_sequence.routes; NULL: not kept
+    mt_turns *turns;            // [count] of conversations with an environment; of others one turn
 
     /* of the sequences that mt_rollouts_select keeps: prompt and response. Sequence k has the positions spans[k] of T,
      * one for each token but its last; a position's numbers belong to the prediction of the next token. */
@@ -118,6 +128,12 @@ void mt_rollouts_free(mt_rollouts *r);
 
 /* Sets response s: a copy of tokens[count >= 1], with the token that ends it. `overlong`: it did not end. */
 void mt_rollouts_set(mt_rollouts *r, int64_t s, const int32_t *tokens, int64_t count, bool overlong);
+
+/* Sets the turns of response s, and takes over their array. */
+void mt_rollouts_set_turns(mt_rollouts *r, int64_t s, mt_turns turns);
+
+/* Writes `scores` of the responses from `first` on: the rewards of the environment. */
+void mt_rollouts_score_turns(mt_rollouts *r, int64_t first);
 
 /* Writes `scores` of the responses from `first` on. Texts are without special tokens and end before the first of the
  * stop strings. Returns the status of mt_rewards_compute. */

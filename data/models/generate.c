@@ -88,9 +88,10 @@ static int begin_samples(mt_model *model, const mt_rollout *rollout, const int32
     int64_t each = rollout->num_return_sequences, context = mt_model_get_plan(model)->max_position;
     const mt_options *options = mt_model_options(model);
     for (int64_t i = 0; i < count * each; i++) {
-        int status = mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context,
-                                       rollout->max_new_tokens, options, error);
-        samples[i].id = rollout->first_id + i;
+        int status =
+            mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context,
+                              rollout->limits ? rollout->limits[i / each] : rollout->max_new_tokens, options, error);
+        samples[i].id = rollout->ids ? rollout->ids[i] : rollout->first_id + i;
         if (status == 0 && rollout->keeps_routes) {
             int64_t elements = mt_routes_size(options, samples[i].max_tokens);
             samples[i].routes = mt_malloc(elements * 4);

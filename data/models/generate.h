@@ -33,7 +33,9 @@ int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t c
 typedef struct mt_rollout {
     int64_t num_return_sequences; // samples of each prompt
     int64_t max_new_tokens;
-    int64_t first_id; // id of the first sample, whose draws it determines with sampling.seed; the others follow
+    int64_t first_id;      // id of the first sample, whose draws it determines with sampling.seed; the others follow
+    const int64_t *ids;    // of the samples, ascending; NULL: from first_id on
+    const int64_t *limits; // new tokens of each prompt's samples; NULL: max_new_tokens
     mt_sampling sampling;
     mt_stops stops;
     bool (*is_stopped)(void); // true: give up; NULL: never

@@ -1142,6 +1142,7 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
+    if (o->env_command && !MT_GIVEN(o, reward)) o->reward = (mt_ints){.items = {MT_REWARD_ENV}, .count = 1};
     int64_t responses = o->rollout_batch_size * o->num_return_sequences;
     bool alone = o->adv_estimator == MT_ADV_GAE || o->adv_estimator == MT_ADV_REINFORCE ||
                  o->adv_estimator == MT_ADV_REINFORCE_PLUS_PLUS || o->adv_estimator == MT_ADV_REMAX ||
@@ -1211,6 +1212,10 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {mt_options_rewards(o, MT_REWARD_COMMAND) &&
              o->reward_timeout_seconds >= (double)o->stack.distributed_timeout_seconds,
          "--reward-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for rewards",
+         {o->stack.distributed_timeout_seconds}},
+        {o->env_command && o->env_timeout_seconds >= (double)o->stack.distributed_timeout_seconds,
+         "--env-timeout-seconds must be less than --distributed-timeout-seconds %lld: other ranks wait for the "
+         "environment",
          {o->stack.distributed_timeout_seconds}},
         {o->stack.temperature == 0, "--temperature 0 gives a prompt one response only; --stage rl needs several"},
     };

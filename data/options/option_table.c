@@ -1022,10 +1022,12 @@ const mt_option mt_option_table[] = {
     {.help = "reinforcement learning"},
     {"rollout-batch-size", MT_INT, MT_AT(rollout_batch_size), MT_TRAIN, MT_OF_RUN, "8", "[1,1073741824]",
      "prompts of an iteration", .needs = "stage rl", .own = true},
-    {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model",
+    {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model|env",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
-     "a program writes; the value of a reward model; several are added up",
-     .needs = "stage rl, regex: reward-pattern, command: reward-command, model: reward-load", .own = true},
+     "a program writes; the value of a reward model; the rewards of --env-command (its default); several are added up; "
+     "of a conversation the first four read the last response",
+     .needs = "stage rl, regex: reward-pattern, command: reward-command, model: reward-load, env: env-command",
+     .own = true},
     {"reward-pattern", MT_STRING, MT_AT(reward_pattern), MT_TRAIN, MT_OF_RUN, NULL, "PATTERN",
      "a pattern of PCRE2; its group \"answer\", if it has one, must be the answer", .needs = "reward regex",
      .own = true},
@@ -1034,6 +1036,16 @@ const mt_option mt_option_table[] = {
      .needs = "reward command", .own = true},
     {"reward-timeout-seconds", MT_REAL, MT_AT(reward_timeout_seconds), MT_TRAIN, MT_OF_RUN, "60", "(0,1e9]",
      "most seconds for the rewards of an iteration", .needs = "reward command", .own = true},
+    {"env-command", MT_STRING, MT_AT(env_command), MT_TRAIN, MT_OF_RUN, NULL, "COMMAND",
+     "an environment that answers the model, such as tools, a user or a game, in conversations of several turns: reads "
+     "a line {\"id\", \"messages\", \"answer\", \"turns_left\"} for each conversation and writes a line {\"id\", "
+     "\"messages\": those to append, \"reward\", \"done\"} for each, in any order; --max-new-tokens counts all tokens "
+     "behind the prompt",
+     .needs = "stage rl", .excludes = "stop, adv-estimator remax|gigpo|step_reinforce", .own = true},
+    {"env-max-turns", MT_INT, MT_AT(env_max_turns), MT_TRAIN, MT_OF_RUN, "8", "[1,10000]",
+     "most responses of the model in a conversation", .needs = "env-command", .own = true},
+    {"env-timeout-seconds", MT_REAL, MT_AT(env_timeout_seconds), MT_TRAIN, MT_OF_RUN, "60", "(0,1e9]",
+     "most seconds for the environment's answers to a turn of all conversations", .needs = "env-command", .own = true},
     {"reward-load", MT_STRING, MT_AT(reward_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "the reward model: of any shape, with the actor's vocabulary", .needs = "reward model", .own = true},
     {"reward-weights", MT_REALS, MT_AT(reward_weights), MT_TRAIN, MT_OF_RUN, NULL, "[-1e6,1e6]",

@@ -156,8 +156,9 @@ typedef struct mt_run_options {
     mt_reward_norm norm_mean_type, norm_std_type;
     double episode_reward_weight, step_reward_weight;
     bool bypass_mode;
-    char *reward_command, *reward_pattern, *reward_load, *critic_load, *answer_key;
-    double reward_timeout_seconds, critic_lr;
+    char *reward_command, *reward_pattern, *reward_load, *env_command, *critic_load, *answer_key;
+    int64_t env_max_turns;
+    double reward_timeout_seconds, env_timeout_seconds, critic_lr;
     /* models that take turns; a size of 0: see mt_model_role_sizes */
     int64_t rollout_tensor_model_parallel_size, rollout_expert_model_parallel_size;
     int64_t teacher_tensor_model_parallel_size, teacher_pipeline_model_parallel_size;

@@ -272,17 +272,19 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
-/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages. Adds its policy loss, and that there is no
- * divergence or no division by the deviation. */
+/* Trinity-RFT's algorithm_type: the entry has the estimator of advantages, unless advantage_fn has one. Adds its policy
+ * loss, unless policy_loss_fn has one, and that there is no divergence or no division by the deviation. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
     bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|sft", type) >= 0;
-    bool subtracts_mean = mt_choice_index("opmd|sppo", type) >= 0; // and does not divide by the deviation
+    char *advantage = sibling_text(r, mapping, "advantage_fn");
+    // and does not divide by the deviation
+    bool subtracts_mean = advantage ? strcmp(advantage, "opmd") == 0 : mt_choice_index("opmd|sppo", type) >= 0;
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
-    if (loss && strcmp(loss, own) != 0) {
+    if (loss && strcmp(loss, own) != 0 && (strcmp(own, "sft") == 0 || strcmp(loss, "sft") == 0)) {
         char reason[200];
         snprintf(reason, sizeof reason, "has the loss %s, and policy_loss_fn is %.80s; leave that out", own, loss);
         entry->kind = MT_ENTRY_REFUSED;
@@ -292,11 +294,15 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
         mt_string_set(&entry->text, "the stage of training");
     } else {
         bool has_divergence = mt_choice_index("dapo|sppo", type) < 0 || mt_yaml_get(mapping, "kl_loss_fn");
-        if (has_loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
         if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
+        if (advantage && entry->kind == MT_ENTRY_OPTION) {
+            entry->kind = MT_ENTRY_FIXED;
+            mt_string_set(&entry->text, "advantage_fn chooses the advantages");
+        }
     }
-    free(type), free(loss);
+    free(type), free(loss), free(advantage);
 }
 
 /* Makes an entry one without effect, or one that is refused. */
