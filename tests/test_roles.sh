@@ -343,7 +343,7 @@ EOF
             's/kwargs: {}/kwargs: {a: 017}=is an octal number' \
             's/kwargs: {}/kwargs: {a: 1, a: 2}=a is given twice in this section' \
             's/custom_chat_template: null/custom_chat_template: x=custom_chat_template is not supported' \
-            's/multi_turn: {/multi_turn: {enable: true, =enable is not supported: a prompt has one response' \
+            's/multi_turn: {/multi_turn: {enable: true, =enable is not supported: tools are Python classes there' \
             's/single_turn_agent/tool_agent=default_agent_loop can only be single_turn_agent' \
             's/rate: 0/rate: 0.1=over_sample_rate can only be 0' \
             's/quantization: null/quantization: fp8=quantization is not supported' \
@@ -1052,7 +1052,7 @@ EOF
         shows norm-adv-by-std false || return 1
     sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
     prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
-        sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2.0 || return 1
+        sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
