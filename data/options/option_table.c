@@ -1493,9 +1493,9 @@ const mt_option mt_option_table[] = {
      "let pages of this origin, such as https://example.org, call the server from a browser", .needs = "serve",
      .own = true},
     {"max-prefill-tokens", MT_INT, MT_AT(max_prefill_tokens), MT_INFER, MT_OF_RUN, "512", "[1,1000000]",
-     "tokens of prompts that are read in one step at most; beside sequences that generate fewer, so that these wait "
-     "for "
-     "their next token no longer than three steps take without",
+     "tokens of prompts that are read in one step at most; beside sequences that generate fewer, with the aim that "
+     "these "
+     "wait for their next token as long as three steps take without",
      .needs = "serve", .own = true},
     {"inference-max-seq-length", MT_INT, MT_AT(inference_max_seq_length), MT_INFER, MT_OF_RUN, NULL, "[2,1073741824]",
      "tokens of prompt and answer at most (default: the model's context, at most 8192)", .needs = "serve"},
