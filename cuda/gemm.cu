@@ -589,8 +589,7 @@ extern "C" void mt_cuda_batched_product(const mt_product_args *a, mt_dtype dtype
     multiply(p, a->out, &o, &p->chosen->algorithm, stream);
 }
 
-/* ---- fp8 products -------------------------------------------------------------------------------------------------
- */
+/* ---- fp8 products ----------------------------------------------------------------------------------------------- */
 
 /* True if cuBLASLt takes the product; `inner`: the number of summed elements. Its rows are multiples of 16 bytes, and
  * operands and scales begin at such. With scales per vector, activations have a multiple of 8 rows (also in Transformer

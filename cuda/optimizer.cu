@@ -366,8 +366,7 @@ extern "C" void mt_cuda_lion_step(const mt_update_args *a, const mt_update *upda
     by_type(a->grad_dtype, [&](auto g) { launch_update<lion_rule, decltype(g), float, float>(a, update, stream); });
 }
 
-/* ---- steps on matrices --------------------------------------------------------------------------------------------
- */
+/* ---- steps on matrices ------------------------------------------------------------------------------------------ */
 
 /* The values of mt_muon_value of megatron.c. */
 __device__ static inline float muon_value(const mt_update &u, bool nesterov, float m, float g) {

@@ -253,8 +253,7 @@ static void write_text(const char *path, const char *text) {
     assert_int_equal(fclose(file), 0);
 }
 
-/* ---- templates in Jinja --------------------------------------------------------------------------------------------
- */
+/* ---- templates in Jinja ----------------------------------------------------------------------------------------- */
 
 #define CHATML                                                                                                         \
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "   \

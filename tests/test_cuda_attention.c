@@ -581,8 +581,7 @@ static void dropout_of_long_sequences_matches_the_cpu(void **state) {
     check_dropped(p, 0.1, from_an_odd_number);
 }
 
-/* ---- repeats, cuDNN and the table ---------------------------------------------------------------------------------
- */
+/* ---- repeats, cuDNN and the table ------------------------------------------------------------------------------- */
 
 /* Several runs with a workspace, and, unless the backward takes another kernel then, one without. */
 static void check_repeats(problem p, bool without_workspace) {

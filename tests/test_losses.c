@@ -25,8 +25,7 @@ static int num_choices(const char *option) {
     return count;
 }
 
-/* ---- the file ------------------------------------------------------------------------------------------------------
- */
+/* ---- the file --------------------------------------------------------------------------------------------------- */
 
 enum { MAX_ROWS = 64, MAX_COLUMNS = 256, MAX_TOKENS = MAX_ROWS * MAX_COLUMNS };
 
@@ -122,8 +121,7 @@ static double parse_number(const char *text, const char *where) {
     return x;
 }
 
-/* ---- the inputs ----------------------------------------------------------------------------------------------------
- */
+/* ---- the inputs ------------------------------------------------------------------------------------------------- */
 
 typedef struct inputs {
     int64_t rows, columns, tokens;
@@ -198,8 +196,7 @@ static void check_entry(const json_t *entry, const char *name, const mt_loss_sum
     for (int64_t i = 0; i < in.tokens; i++) assert_near(in.gradient[i] / sums->count, in.expected[i], name);
 }
 
-/* ---- policy, KL, value ---------------------------------------------------------------------------------------------
- */
+/* ---- policy, KL, value ------------------------------------------------------------------------------------------ */
 
 static bool parse_aggregation(const char *word, mt_aggregation *a) {
     static const char *const modes[] = {[MT_TOKEN_MEAN] = "token-mean",
@@ -509,8 +506,7 @@ static void value_losses_equal_verl(void **state) {
     json_decref(root);
 }
 
-/* ---- advantages ----------------------------------------------------------------------------------------------------
- */
+/* ---- advantages ------------------------------------------------------------------------------------------------- */
 
 /* "gae gamma=0.99 lambda=0.95 whitened" */
 static mt_advantage_config parse_advantage(const char *name) {
@@ -718,8 +714,7 @@ static void a_group_of_one_keeps_its_score(void **state) {
     }
 }
 
-/* ---- preferences ---------------------------------------------------------------------------------------------------
- */
+/* ---- preferences ------------------------------------------------------------------------------------------------ */
 
 typedef struct pairs {
     int64_t count, tokens;
@@ -856,8 +851,7 @@ static void pairs_without_counted_tokens_are_skipped(void **state) {
     assert_true(dvalues[0] != 0 && dvalues[1] != 0 && dvalues[2] == 0 && dvalues[3] == 0);
 }
 
-/* ---- any split, finite differences ---------------------------------------------------------------------------------
- */
+/* ---- any split, finite differences ------------------------------------------------------------------------------ */
 
 /* Sums of one call and of a call for each sequence, in reverse order. */
 static void assert_split(void (*loss)(const mt_loss_tokens *, const void *, mt_loss_sums *), const void *config) {
@@ -1041,8 +1035,7 @@ static void large_ratios_stay_finite(void **state) {
     }
 }
 
-/* ---- divergences ---------------------------------------------------------------------------------------------------
- */
+/* ---- divergences ------------------------------------------------------------------------------------------------ */
 
 enum { LABELS = 7 };
 
@@ -1241,8 +1234,7 @@ static void divergences_have_known_values(void **state) {
     assert_true(fabs(mt_divergence(&adaptive, student_logits, equal, LABELS, unused) - expected) < 1e-14);
 }
 
-/* ---- NaN ------------------------------------------------------------------------------------------------------------
- */
+/* ---- NaN -------------------------------------------------------------------------------------------------------- */
 
 /* Operands of two pairs of sequences; the same numbers with each sign of the advantages, within and beyond clips. */
 enum { NAN_TOKENS = 8, NAN_OPERANDS = 10 };

@@ -18,8 +18,7 @@ enum { SAMPLES = 24, STEPS = 3, VOCABULARY = 61, LONGEST = 37, TOKENS = 400 };
 
 static mt_grid world;
 
-/* ---- samples: functions of their numbers --------------------------------------------------------------------------
- */
+/* ---- samples: functions of their numbers ------------------------------------------------------------------------ */
 
 static int64_t sample_length(int64_t sample) {
     static const int64_t lengths[] = {13, 29, 1, 7, 22, 5, 2, 17, LONGEST, 11};
@@ -94,8 +93,7 @@ static int deal(void *context, int64_t index, mt_batch *batch, mt_error *error) 
     return 0;
 }
 
-/* ---- training -----------------------------------------------------------------------------------------------------
- */
+/* ---- training --------------------------------------------------------------------------------------------------- */
 
 typedef struct results {
     double loss[STEPS], norm[STEPS], experts[STEPS][4]; // auxiliary and z-loss, imbalance and the worst layer's

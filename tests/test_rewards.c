@@ -43,8 +43,7 @@ static void assert_says(const mt_error *error, const char *words) {
     assert_null(strchr(error->text, '\n'));
 }
 
-/* ---- comparing -----------------------------------------------------------------------------------------------------
- */
+/* ---- comparing -------------------------------------------------------------------------------------------------- */
 
 static void exact_compares_texts(void **state) {
     (void)state;
@@ -393,8 +392,7 @@ static void regex_matches_patterns(void **state) {
     assert_says(&error, "needs a pattern");
 }
 
-/* ---- commands ------------------------------------------------------------------------------------------------------
- */
+/* ---- commands --------------------------------------------------------------------------------------------------- */
 
 /* No child is left, not even as a zombie. */
 static void assert_no_child(void) {

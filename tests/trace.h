@@ -274,8 +274,7 @@ static double forward_flops(void) {
     return 2 * TOKENS * weights;
 }
 
-/* ---- tests -------------------------------------------------------------------------------------------------------
- */
+/* ---- tests ------------------------------------------------------------------------------------------------------ */
 
 static void trace_shows_every_rank_step_phase_and_message(void **state) {
     (void)state;

@@ -525,8 +525,7 @@ int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
     return 0;
 }
 
-/* ---- a run that resumes -------------------------------------------------------------------------------------------
- */
+/* ---- a run that resumes ----------------------------------------------------------------------------------------- */
 
 static uint64_t print_of(uint64_t so_far, const void *bytes, int64_t size) {
     uint64_t both[2] = {so_far, mt_contents_fingerprint(bytes, size, true)};

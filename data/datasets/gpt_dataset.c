@@ -86,8 +86,7 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed) {
     }
 }
 
-/* ---- datasets -----------------------------------------------------------------------------------------------------
- */
+/* ---- datasets --------------------------------------------------------------------------------------------------- */
 
 int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
     MT_CHECK(index >= 0 && index < dataset->num_samples);
@@ -242,8 +241,7 @@ int mt_gpt_dataset_create(mt_dataset **out, const mt_indexed_dataset *indexed, i
     return 0;
 }
 
-/* ---- a run that was extended -------------------------------------------------------------------------------------
- */
+/* ---- a run that was extended ------------------------------------------------------------------------------------ */
 
 /* Datasets of the same documents, one after another. */
 typedef struct extended_dataset {

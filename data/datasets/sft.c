@@ -51,8 +51,7 @@ uint64_t mt_samples_fingerprint(const mt_samples *samples) {
     return print;
 }
 
-/* ---- one sample ----------------------------------------------------------------------------------------------------
- */
+/* ---- one sample ------------------------------------------------------------------------------------------------- */
 
 typedef struct reader {
     const mt_sft_config *config;
@@ -194,8 +193,7 @@ static int take_sample(reader *r, mt_error *error) {
     return 0;
 }
 
-/* ---- one line ------------------------------------------------------------------------------------------------------
- */
+/* ---- one line --------------------------------------------------------------------------------------------------- */
 
 static void remove_messages(reader *r) {
     while (r->num_messages > 0) json_decref(r->fields[--r->num_messages]);
@@ -986,8 +984,7 @@ static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error
     return status;
 }
 
-/* ---- files ---------------------------------------------------------------------------------------------------------
- */
+/* ---- files ------------------------------------------------------------------------------------------------------ */
 
 /* A bad line is an error, unless it is one of the first skip_bad_samples. */
 static int refuse_line(reader *r, const char *path, int64_t number, mt_error *error) {

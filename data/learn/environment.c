@@ -93,11 +93,9 @@ static void append_message(conversation *c, json_t *message, bool is_written) {
     json_array_append(c->messages, message);
 }
 
-/* ---- tokens of messages --------------------------------------------------------------------------------------------
- */
+/* ---- tokens of messages ----------------------------------------------------------------------------------------- */
 
-/* The tokens of the first `count` messages by the template, with a short text in place of each response of the model.
- */
+/* The tokens of the first `count` messages by the template, with a short text for each of the model's responses. */
 static int encode(mt_environment *e, const conversation *c, int64_t count, bool generates, mt_ids *ids, mt_ids *turns,
                   mt_error *error) {
     mt_chat_message *messages = mt_calloc(count * (int64_t)sizeof *messages);
@@ -153,8 +151,7 @@ static int find_next(mt_environment *e, conversation *c, int64_t written, mt_ids
     return status;
 }
 
-/* ---- lines ---------------------------------------------------------------------------------------------------------
- */
+/* ---- lines ------------------------------------------------------------------------------------------------------ */
 
 /* The text of a response, without special tokens; a token without a text is U+FFFD. */
 static void append_response(const mt_environment *e, const mt_env_turn *turn, mt_text *text) {

@@ -27,8 +27,7 @@ struct mt_reward_function {
     mt_line_command command;
 };
 
-/* ---- exact and number ----------------------------------------------------------------------------------------------
- */
+/* ---- exact and number ------------------------------------------------------------------------------------------- */
 
 static void trim(const char **text, int64_t *bytes) {
     while (*bytes > 0 && isspace((unsigned char)**text)) ++*text, --*bytes;
@@ -669,8 +668,7 @@ static int score_number(const mt_reward_item *item, double *score, mt_error *err
     return 0;
 }
 
-/* ---- regex ---------------------------------------------------------------------------------------------------------
- */
+/* ---- regex ------------------------------------------------------------------------------------------------------ */
 
 #ifdef MT_HAVE_PCRE2
 static int open_pattern(mt_reward_function *r, mt_error *error) {
@@ -760,8 +758,7 @@ static int score_pattern(mt_reward_function *r, const mt_reward_item *item, doub
 }
 #endif
 
-/* ---- command -------------------------------------------------------------------------------------------------------
- */
+/* ---- command ---------------------------------------------------------------------------------------------------- */
 
 /* Responses that a command scores. */
 typedef struct batch {
@@ -824,8 +821,7 @@ static int score_by_command(mt_reward_function *r, const mt_reward_item *items, 
     return status == MT_LINE_COMMAND_STOPPED ? MT_REWARD_STOPPED : status;
 }
 
-/* ---- all kinds -----------------------------------------------------------------------------------------------------
- */
+/* ---- all kinds -------------------------------------------------------------------------------------------------- */
 
 int mt_reward_open(mt_reward_function **out, mt_reward_kind kind, const char *argument, double seconds,
                    mt_error *error) {

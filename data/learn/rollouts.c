@@ -9,8 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- prompts and responses -----------------------------------------------------------------------------------------
- */
+/* ---- prompts and responses -------------------------------------------------------------------------------------- */
 
 /* A permutation of count items, drawn from a key. */
 static uint32_t *draw_order(int64_t count, uint64_t key) {
@@ -188,8 +187,7 @@ void mt_rollouts_add_parts(mt_rollouts *r, int64_t first, const mt_reals *weight
     }
 }
 
-/* ---- sequences -----------------------------------------------------------------------------------------------------
- */
+/* ---- sequences -------------------------------------------------------------------------------------------------- */
 
 static bool normalises(const mt_rollout_config *c) {
     return c->norm_mean != MT_REWARD_NORM_NONE || c->norm_std != MT_REWARD_NORM_NONE;
@@ -383,8 +381,7 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
     r->stats.kl = kl / counted, r->stats.advantage = advantage / counted, r->stats.value_target = target / counted;
 }
 
-/* ---- micro-batches -------------------------------------------------------------------------------------------------
- */
+/* ---- micro-batches ---------------------------------------------------------------------------------------------- */
 
 int64_t mt_rollouts_mini_batch(const mt_rollouts *r, bool shuffles, int64_t seed, int64_t step, int64_t epoch,
                                int64_t index, int64_t mini_batches, int64_t *sequences) {

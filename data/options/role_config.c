@@ -61,8 +61,7 @@ static char *sibling_text(reader *r, const mt_yaml_node *section, const char *na
     return text;
 }
 
-/* ---- entries -------------------------------------------------------------------------------------------------------
- */
+/* ---- entries ---------------------------------------------------------------------------------------------------- */
 
 static mt_role_entry *add_entry(reader *r, mt_role_entry_kind kind, long long line, const char *text) {
     mt_role_config *c = r->config;
@@ -126,8 +125,7 @@ static int take_values(reader *r, const mt_role_key *row, const char *option, mt
     return 0;
 }
 
-/* ---- values that follow from several keys --------------------------------------------------------------------------
- */
+/* ---- values that follow from several keys ----------------------------------------------------------------------- */
 
 /* Reads up to three numbers from 0 to a million with commas between them; returns how many, or -1. */
 static int read_numbers(const char **text, int64_t numbers[3]) {
@@ -445,8 +443,7 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     free(flag);
 }
 
-/* ---- the walk ------------------------------------------------------------------------------------------------------
- */
+/* ---- the walk --------------------------------------------------------------------------------------------------- */
 
 static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool roles);
 
@@ -830,8 +827,7 @@ static int walk(reader *r, mt_yaml_node *mapping, const char *section, bool role
     return 0;
 }
 
-/* ---- the file ------------------------------------------------------------------------------------------------------
- */
+/* ---- the file --------------------------------------------------------------------------------------------------- */
 
 static bool is_role(const mt_yaml_node *section) {
     static const char *const names[] = {"model_args", "training_args", "strategy_args",

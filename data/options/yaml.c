@@ -35,8 +35,7 @@ int mt_yaml_fail(const mt_yaml *yaml, const mt_yaml_node *node, const char *what
     return mt_error_set(yaml->error, "%s%s", mt_yaml_place_of(yaml, node->line).text, what);
 }
 
-/* ---- the tree ------------------------------------------------------------------------------------------------------
- */
+/* ---- the tree --------------------------------------------------------------------------------------------------- */
 
 bool mt_yaml_is_null(const mt_yaml_node *node) {
     static const char *const nulls[] = {"", "~", "null", "Null", "NULL", "None"};
@@ -103,8 +102,7 @@ bool mt_yaml_refers_to(const mt_yaml *yaml, const char *name) {
     return false;
 }
 
-/* ---- references ----------------------------------------------------------------------------------------------------
- */
+/* ---- references ------------------------------------------------------------------------------------------------- */
 
 static char *expand(mt_yaml *yaml, const mt_yaml_node *from, const char *text, int depth);
 static int follow(mt_yaml *yaml, mt_yaml_node **node, int depth);
@@ -306,8 +304,7 @@ char *mt_yaml_expand(mt_yaml *yaml, const mt_yaml_node *node) {
     return expand(yaml, node, node->text, 0);
 }
 
-/* ---- values --------------------------------------------------------------------------------------------------------
- */
+/* ---- values ----------------------------------------------------------------------------------------------------- */
 
 /* Writes in decimal what YAML 1.1 reads as a whole number of another form: 0x1F, 0b101, 1_000. False for other texts.
  */
@@ -397,8 +394,7 @@ json_t *mt_yaml_json(mt_yaml *yaml, mt_yaml_node *node) {
     return json_of(yaml, node, 0);
 }
 
-/* ---- reading -------------------------------------------------------------------------------------------------------
- */
+/* ---- reading ---------------------------------------------------------------------------------------------------- */
 
 #ifdef MT_HAVE_YAML
 /* An error if collections nest deeper than the parser should see, or if there are more anchors and aliases: libyaml's

@@ -35,8 +35,7 @@ static const template_row rows[] = {
     [MT_CHAT_PLAIN] = {"plain", {0}},
 };
 
-/* ---- rendering -----------------------------------------------------------------------------------------------------
- */
+/* ---- rendering -------------------------------------------------------------------------------------------------- */
 
 static void append(mt_chat_text *out, mt_chat_kind kind, int32_t turn, const char *text, int64_t bytes) {
     if (kind == MT_CHAT_TEXT && bytes == 0) return;
@@ -301,8 +300,7 @@ void mt_chat_text_free(mt_chat_text *text) {
     *text = (mt_chat_text){0};
 }
 
-/* ---- the template of a model ----------------------------------------------------------------------------------------
- */
+/* ---- the template of a model ------------------------------------------------------------------------------------ */
 
 /* A template of transformers is a program in Jinja. These are the whole programs, as published, that the functions
  * above render alike; any other one, however like it is to them, is rendered by Jinja. */
@@ -516,8 +514,7 @@ static int find_template(mt_jinja **jinja, json_t **texts, mt_chat_template *kin
     return status;
 }
 
-/* ---- tokens --------------------------------------------------------------------------------------------------------
- */
+/* ---- tokens ----------------------------------------------------------------------------------------------------- */
 
 struct mt_chat {
     mt_chat_template template; // AUTO: all conversations are rendered by Jinja
@@ -990,8 +987,7 @@ int mt_chat_encode_document(mt_chat *chat, const char *text, int64_t bytes, mt_i
     return 0;
 }
 
-/* ---- conversations -------------------------------------------------------------------------------------------------
- */
+/* ---- conversations ---------------------------------------------------------------------------------------------- */
 
 void mt_conversation_add(mt_conversation *conversation, const char *role, const char *text, int64_t bytes) {
     if (conversation->count == conversation->capacity) {
