@@ -6140,7 +6140,23 @@ static double mt_preference_of_margin(const mt_preference_config *c, double h, d
     return mt_maximum(0, 1 - x);
 }
 
+/* Adds the divergence of a pair from the reference: kl_coef times the mean over its tokens. */
+static void mt_preference_add_divergence(const mt_loss_tokens *t, const mt_preference_config *c, int64_t pair,
+                                         mt_loss_sums *sums) {
+    const mt_span *chosen = &t->sequences[2 * pair];
+    double weight = c->kl_coef / (double)(mt_counted_tokens(chosen, t->mask) + mt_counted_tokens(chosen + 1, t->mask));
+    int64_t end;
+    for (int side = 0; side < 2; side++)
+        for (int64_t i = mt_sequence_tokens(chosen + side, &end); i < end; i++) {
+            double dlogp;
+            if (t->mask[i] == 0) continue;
+            sums->loss += weight * mt_kl_estimate(c->kl_type, t->logp[i], t->ref_logp[i], &dlogp);
+            if (t->dlogp) t->dlogp[i] += weight * dlogp;
+        }
+}
+
 void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, mt_loss_sums *sums) {
+    MT_CHECK(t->ref_logp || c->kl_coef == 0);
     for (int64_t pair = 0; pair < t->num_sequences / 2; pair++) {
         double log_ratio[2] = {0}, dh;
         int64_t end;
@@ -6153,6 +6169,7 @@ void mt_preference_loss(const mt_loss_tokens *t, const mt_preference_config *c, 
         for (int side = 0; side < 2 && t->dlogp; side++)
             for (int64_t i = mt_sequence_tokens(&t->sequences[2 * pair + side], &end); i < end; i++)
                 if (t->mask[i] != 0) t->dlogp[i] += side ? -dh : dh;
+        if (c->kl_coef > 0) mt_preference_add_divergence(t, c, pair, sums);
     }
 }
 

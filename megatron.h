@@ -3039,6 +3039,8 @@ void mt_value_loss(const mt_loss_tokens *t, const mt_value_config *c, mt_loss_su
 typedef struct mt_preference_config {
     mt_preference_variant variant;
     double beta, label_smoothing; // label_smoothing: s of MT_PREFERENCE_SIGMOID
+    double kl_coef;               // of the divergence from the reference, the mean over the tokens of the pair; 0: none
+    mt_kl_type kl_type;           // its estimator
 } mt_preference_config;
 
 /* Metrics of mt_preference_loss and mt_reward_loss; divisor: the count. */

@@ -844,11 +844,30 @@ static void pairs_without_counted_tokens_are_skipped(void **state) {
                         .dlogp = dlogp,
                         .dvalues = dvalues};
     mt_loss_sums preference = {0}, reward = {0};
-    mt_preference_loss(&t, &(mt_preference_config){MT_PREFERENCE_IPO, 1, 0}, &preference);
+    mt_preference_loss(&t, &(mt_preference_config){.variant = MT_PREFERENCE_IPO, .beta = 1}, &preference);
     mt_reward_loss(&t, &(mt_reward_config){0}, &reward);
     assert_true(preference.count == 1 && reward.count == 1);
     assert_true(dlogp[0] != 0 && dlogp[1] == 0 && dlogp[2] == 0 && dlogp[3] == 0);
     assert_true(dvalues[0] != 0 && dvalues[1] != 0 && dvalues[2] == 0 && dvalues[3] == 0);
+}
+
+/* x^2 / 2 with x = ref - logp: 1/8 and 0 of the chosen tokens, 2 of the rejected one; -x is its slope. */
+static void a_preference_has_the_divergence_of_its_tokens(void **state) {
+    (void)state;
+    mt_span spans[] = {{0, 3, 0, 3, true}, {3, 1, 3, 1, true}};
+    float mask[] = {0, 1, 1, 1};
+    double logp[] = {-9, -1, -2, -3}, ref_logp[] = {-1, -1.5, -2, -1}, alone[4] = {0}, both[4] = {0};
+    mt_loss_tokens t = {
+        .T = 4, .num_sequences = 2, .sequences = spans, .mask = mask, .logp = logp, .ref_logp = ref_logp};
+    mt_preference_config c = {.variant = MT_PREFERENCE_SIGMOID, .beta = 0.1, .kl_type = MT_KL_K2};
+    mt_loss_sums without = {0}, with = {0};
+    t.dlogp = alone;
+    mt_preference_loss(&t, &c, &without);
+    c.kl_coef = 0.6, t.dlogp = both;
+    mt_preference_loss(&t, &c, &with);
+    assert_true(fabs(with.loss - without.loss - 0.6 * 2.125 / 3) < 1e-12 && with.count == without.count);
+    for (int i = 0; i < 4; i++)
+        assert_true(fabs(both[i] - alone[i] - mask[i] * 0.6 * (logp[i] - ref_logp[i]) / 3) < 1e-12);
 }
 
 /* ---- any split, finite differences ------------------------------------------------------------------------------ */
@@ -1340,8 +1359,14 @@ static void a_loss_is_not_finite_if_an_operand_is_not(void **state) {
         }
     }
     for (int variant = 0; variant < num_choices("preference-loss"); variant++) {
-        mt_preference_config c = {(mt_preference_variant)variant, 0.5, variant == MT_PREFERENCE_SIGMOID ? 0.1 : 0};
+        mt_preference_config c = {.variant = (mt_preference_variant)variant, .beta = 0.5};
+        c.label_smoothing = variant == MT_PREFERENCE_SIGMOID ? 0.1 : 0;
         assert_nan_stays("preference", preference, &c, "lr");
+        c.kl_coef = 0.1;
+        for (int type = 0; type < num_choices("kl-loss-type"); type++) {
+            c.kl_type = (mt_kl_type)type;
+            assert_nan_stays("preference with a divergence", preference, &c, "lr");
+        }
     }
     assert_nan_stays("reward", reward_of_tokens, &(mt_reward_config){0.5, 0.01}, "v");
     for (int balance = 0; balance < num_choices("kd-balance"); balance++) {
@@ -1441,6 +1466,7 @@ int main(void) {
         cmocka_unit_test(token_rewards_clip_scores_and_subtract_kl),
         cmocka_unit_test(a_group_of_one_keeps_its_score),
         cmocka_unit_test(preference_losses_equal_the_file),
+        cmocka_unit_test(a_preference_has_the_divergence_of_its_tokens),
         cmocka_unit_test(pairs_without_counted_tokens_are_skipped),
         cmocka_unit_test(sums_do_not_depend_on_the_split),
         cmocka_unit_test(policy_gradients_equal_finite_differences),

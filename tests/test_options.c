@@ -3907,6 +3907,14 @@ static void check_limits(const char *line, const mt_limits *limits, const char *
     mt_options_free(&options);
 }
 
+static void a_preference_with_a_divergence_has_its_weight_and_tokens(void **state) {
+    (void)state;
+    expect_error(RUN "--stage dpo --kl-loss-type k1",
+                 "--kl-loss-type has no effect without --kl-loss-coef; leave it out");
+    expect_error(SHAPE "--train-iters 10 --lr 1e-3 --stage dpo --kl-loss-coef 1 --ref-logps-in-data --data-path x",
+                 "--kl-loss-coef and --ref-logps-in-data exclude each other; leave one out");
+}
+
 #define ROUTED RUN "--swiglu --disable-bias-linear --num-experts "
 
 static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) {
@@ -4211,6 +4219,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(values_of_a_wrong_type_are_refused_with_their_key),
     cmocka_unit_test(bad_steps_have_rules_that_go_together),
     cmocka_unit_test(written_configs_read_back_as_the_same_model),
+    cmocka_unit_test(a_preference_with_a_divergence_has_its_weight_and_tokens),
     cmocka_unit_test(what_exceeds_a_backends_limits_is_refused_in_one_line),
     cmocka_unit_test(sizes_that_cudnn_cannot_take_are_refused),
     cmocka_unit_test(a_model_asks_its_backend_for_limits),

@@ -1059,7 +1059,8 @@ EOF
         --role actor_train $small || return 1
     refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
         's/response_key: answer/image_key: images/; s/TYPE/grpo=image_key is not supported: images and videos' \
-        's/TYPE/dpo=algorithm_type cannot be dpo: its loss' 's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
+        's/TYPE/grpo, policy_loss_fn: dpo=algorithm_type has the loss ppo, and policy_loss_fn is dpo' \
+        's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
         's/TYPE/gspo, policy_loss_fn: sft=algorithm_type has the loss gspo, and policy_loss_fn is sft' \
         's/TYPE/grpo, policy_loss_fn: mix=policy_loss_fn cannot be mix: take ppo, gspo' \
         's/TYPE/grpo, advantage_fn: asymre=advantage_fn cannot be asymre: take ppo, grpo' \
@@ -1072,7 +1073,20 @@ EOF
     "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
         says '^     2/2 .* loss ' "$work/out" && says 'say.jsonl: 4 samples' "$work/out" &&
         prints "$work/t.yaml" actor_train && sets buffer.train_batch_size global-batch-size 2 &&
-        sets buffer.trainer_input.experience_buffer.format.response_key response-key answer
+        sets buffer.trainer_input.experience_buffer.format.response_key response-key answer || return 1
+    # preferences, with a divergence from the reference beside them
+    printf '{"question": "Say %d", "good": "%d", "bad": "no"}\n' 1 1 2 2 3 3 4 4 >"$work/pairs.jsonl"
+    sed "s/: sft,/: dpo, kl_loss_fn: k1, kl_loss_fn_args: {kl_coef: 0.2}, policy_loss_fn_args: {beta: 0.3},/
+        s/response_key: answer/chosen_key: good, rejected_key: bad/; s|say.jsonl|pairs.jsonl|
+        s|trinity6.run|trinity6.dpo|" "$work/t.yaml" >"$work/dpo.yaml"
+    # shellcheck disable=SC2086
+    "$train" --config "$work/dpo.yaml" --role actor_train $small >"$work/out" 2>"$work/err" &&
+        says '^     2/2 .* accuracy ' "$work/out" && prints "$work/dpo.yaml" actor_train && shows stage dpo &&
+        sets algorithm.kl_loss_fn kl-loss-type k1 && sets algorithm.kl_loss_fn_args.kl_coef kl-loss-coef 0.2 &&
+        sets algorithm.policy_loss_fn_args.beta beta 0.3 &&
+        sets buffer.trainer_input.experience_buffer.format.rejected_key rejected-key bad || return 1
+    sed 's/kl_loss_fn: k1, .*args: {beta: 0.3},//' "$work/dpo.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && shows kl-loss-type k2 && shows kl-loss-coef 0.001
 }
 
 # Options that others of the file leave without effect; with the divergence, two of them have one.

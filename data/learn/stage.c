@@ -42,7 +42,8 @@ static void choose_distillation_metrics(mt_stage_loss *stage) {
 
 const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     mt_aggregation mean = {.mode = o->loss_agg_mode, .norm_length = (double)o->max_new_tokens};
-    *stage = (mt_stage_loss){.preference = {o->preference_loss, o->beta, o->label_smoothing}};
+    *stage = (mt_stage_loss){
+        .preference = {o->preference_loss, o->beta, o->label_smoothing, o->kl_loss_coef, o->kl_loss_type}};
     stage->policy = (mt_policy_config){.variant = o->pg_variant,
                                        .aggregation = mean,
                                        .clip_ratio_low = o->clip_ratio_low,

@@ -1048,6 +1048,8 @@ enum { MT_NUM_IDLE_IN_RL = sizeof mt_idle_in_rl / sizeof *mt_idle_in_rl };
 const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     bool listed = false, diverges = o->kl_loss_coef > 0 || o->kl_in_reward;
     for (int i = 0; i < MT_NUM_IDLE_IN_RL; i++) listed |= mt_idle_in_rl[i].offset == offset;
+    bool is_type = offset == offsetof(mt_run_options, kl_loss_type);
+    if (o->stack.stage == MT_STAGE_DPO && is_type) return o->kl_loss_coef > 0 ? NULL : "without --kl-loss-coef";
     if (o->stack.stage != MT_STAGE_RL || !listed) return NULL;
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
@@ -1150,6 +1152,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     bool group_norm = o->norm_mean_type == MT_REWARD_NORM_GROUP || o->norm_std_type == MT_REWARD_NORM_GROUP;
     bool norms = group_norm || o->norm_mean_type == MT_REWARD_NORM_BATCH || o->norm_std_type == MT_REWARD_NORM_BATCH;
     bool changes = o->reward_clip > 0 || o->overlong_penalty > 0 || o->overlong_buffer_length > 0 || o->kl_in_reward;
+    if (o->stack.stage == MT_STAGE_DPO) return mt_options_check_idle_in_rl(o, error);
     if (o->stack.stage != MT_STAGE_RL) return 0;
     const mt_policy_kind *policy = mt_policy_kind_of(o->pg_variant);
     if (o->moe_enable_routing_replay) o->router_replay = MT_ROUTER_REPLAY_R3;

@@ -1202,9 +1202,10 @@ const mt_option mt_option_table[] = {
      "whatever the batch; slower, on the CPU only",
      .needs = "stage rl", .own = true},
     {"kl-loss-coef", MT_REAL, MT_AT(kl_loss_coef), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "weight of the divergence from the reference model in the loss", .needs = "stage rl", .own = true},
+     "weight of the divergence from the reference model in the loss; with --stage dpo of its mean over a pair's tokens",
+     .needs = "stage dpo|rl", .excludes = "ref-logps-in-data", .own = true}, // which are sums
     {"kl-loss-type", MT_CHOICE, MT_AT(kl_loss_type), MT_TRAIN, MT_OF_RUN, "k3", "k1|abs|k2|k3",
-     "estimator of that divergence, and of that of --kl-in-reward", .needs = "stage rl", .own = true},
+     "estimator of that divergence, and of that of --kl-in-reward", .needs = "stage dpo|rl", .own = true},
     {"kl-in-reward", MT_FLAG, MT_AT(kl_in_reward), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "subtract --kl-coef times the divergence from each token's reward", .needs = "stage rl", .own = true},
     {"kl-coef", MT_REAL, MT_AT(kl_coef), MT_TRAIN, MT_OF_RUN, "0.001", "(0,1e6]", "weight of the divergence in rewards",

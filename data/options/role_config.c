@@ -270,24 +270,27 @@ static bool is_number(const char *text, double *value) {
     return end > text && *end == 0 && *value > -1e15 && *value < 1e15;
 }
 
+#define TRINITY_STAGES "sft|dpo" // algorithms that learn from files
+
 /* Trinity-RFT's algorithm_type: the entry has the estimator of advantages, unless advantage_fn has one. Adds its policy
  * loss, unless policy_loss_fn has one, and that there is no divergence or no division by the deviation. */
 static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|sft", type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|" TRINITY_STAGES, type) >= 0;
     char *advantage = sibling_text(r, mapping, "advantage_fn");
     // and does not divide by the deviation
     bool subtracts_mean = advantage ? strcmp(advantage, "opmd") == 0 : mt_choice_index("opmd|sppo", type) >= 0;
     const char *own = has_loss ? type : "ppo";
     long long line = entry->line;
-    if (loss && strcmp(loss, own) != 0 && (strcmp(own, "sft") == 0 || strcmp(loss, "sft") == 0)) {
+    bool is_stage = mt_choice_index(TRINITY_STAGES, own) >= 0;
+    if (loss && strcmp(loss, own) != 0 && (is_stage || mt_choice_index(TRINITY_STAGES, loss) >= 0)) {
         char reason[200];
         snprintf(reason, sizeof reason, "has the loss %s, and policy_loss_fn is %.80s; leave that out", own, loss);
         entry->kind = MT_ENTRY_REFUSED;
         mt_string_set(&entry->text, reason);
-    } else if (strcmp(own, "sft") == 0) {
+    } else if (is_stage) {
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
     } else {
@@ -610,13 +613,18 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     char value[400];
     bool is_on = true;
     if (row->kind == MT_KEY_SECTION) return take_section(r, node, row->text, line);
-    if (row->kind == MT_KEY_EXPERIENCE && r->stage && strcmp(r->stage, "sft") == 0)
+    if (row->kind == MT_KEY_EXPERIENCE && r->stage && mt_choice_index(TRINITY_STAGES, r->stage) >= 0)
         return take_section(r, node, row->text, line);
     if (row->kind == MT_KEY_EXPERIENCE) {
         add_entry(r, MT_ENTRY_UNUSED, line, "Trinity-RFT's explorer and buffer");
         return 0;
     }
-    bool draws_none = strcmp(row->section, "trinity.synchronizer") == 0 && r->stage && strcmp(r->stage, "sft") == 0;
+    if (row->kind == MT_KEY_LOSS_COEF && r->stage && strcmp(r->stage, "dpo") == 0) {
+        add_entry(r, MT_ENTRY_UNUSED, line, "a loss of responses");
+        return 0;
+    }
+    bool draws_none =
+        strcmp(row->section, "trinity.synchronizer") == 0 && r->stage && mt_choice_index(TRINITY_STAGES, r->stage) >= 0;
     if (draws_none) {
         add_entry(r, MT_ENTRY_UNUSED, line, "responses: samples come from files");
         return 0;
@@ -1046,11 +1054,11 @@ static bool has_training_strategy(reader *r) {
     return trains;
 }
 
-/* The stage of Trinity-RFT's actor: fine-tuning, by algorithm_type, or the one at hand. */
+/* The stage of Trinity-RFT's actor: that of algorithm_type, or the one at hand. */
 static const mt_role_stage *trinity_stage(reader *r, const mt_role_stage *stage) {
     char *type = sibling_text(r, mt_yaml_get(r->yaml->root, "algorithm"), "algorithm_type");
-    if (type && strcmp(type, "sft") == 0)
-        for (stage = mt_role_stages; strcmp(stage->stage, "sft") != 0;) stage++;
+    if (type && mt_choice_index(TRINITY_STAGES, type) >= 0)
+        for (stage = mt_role_stages; strcmp(stage->stage, type) != 0;) stage++;
     free(type);
     return stage;
 }

@@ -876,10 +876,9 @@ static const mt_role_key keys[] = {
     {"trinity", "trainer", MT_KEY_SECTION, "trinity.trainer"},
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
      "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
-     "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|"
+     "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|dpo=dpo|"
      "sapo=!its loss is the mean over tokens there, and over sequences here (--pg-variant sapo)|"
-     "dpo=!its loss has a divergence from the reference beside the preference: take preferences of a file of ROLL|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax or sft",
+     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax, sft or dpo",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -887,7 +886,7 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_OPTION, "pg-variant",
-     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
+     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|dpo=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
     {"trinity.algorithm", "advantage_fn", MT_KEY_OPTION, "adv-estimator",
      "ppo=gae|grpo=grpo|grpo_verl=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|remax=remax|reinforce=reinforce|"
      "opmd=grpo|*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax, reinforce or opmd",
@@ -914,6 +913,8 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
     {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
     {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
+    {"trinity.loss", "beta", MT_KEY_OPTION, "beta", NULL, LEARNER},
+    {"trinity.loss", "label_smoothing", MT_KEY_OPTION, "label-smoothing", NULL, LEARNER},
     {"trinity.loss", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c", NULL, LEARNER},
     {"trinity.loss", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
     {"trinity.loss", "enable_sequence_masking fallback_to_policy_gradient", MT_KEY_FIXED, "all tokens have PPO's loss",
@@ -958,6 +959,8 @@ static const mt_role_key keys[] = {
     {"trinity.experience", "storage_type", MT_KEY_FIXED, "samples come from files", "file"},
     {"trinity.experience", "format", MT_KEY_SECTION, "trinity.sample"},
     {"trinity.sample", "response_key", MT_KEY_OPTION, "response-key"},
+    {"trinity.sample", "chosen_key", MT_KEY_OPTION, "chosen-key"},
+    {"trinity.sample", "rejected_key", MT_KEY_OPTION, "rejected-key"},
     {"trinity.sample", "*", MT_KEY_SECTION, "trinity.format"},
     {"trinity.experience", "data_selector", MT_KEY_SECTION, "trinity.selector"},
     {"trinity.experience", "subset_name split", MT_KEY_UNUSED, "Hugging Face's datasets: a file is read whole"},
@@ -1141,6 +1144,9 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "1", "pg-variant=cispo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.28", "pg-variant=cispo"},
     {"trinity", "sft", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
+    {"trinity", "dpo", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
+    {"trinity", "dpo", "kl_loss_fn", "kl-loss-type", "k2"}, // its loss always has one
+    {"trinity", "dpo", "kl_loss_fn_args", "kl-loss-coef", "0.001"},
     {"trinity", "rl", "lr", "lr", "1e-06"},
     {"trinity", "rl", "shuffle", "shuffle-mini-batches", "false"},
     {"trinity", "rl", "reward", "reward", "exact"}, // in place of Trinity-RFT's Python classes
