@@ -663,8 +663,8 @@ typedef struct mt_options {
     bool dsa_indexer_use_sparse_loss; // over the selected keys; else over all that a query sees
     mt_indexer_ties dsa_indexer_ties;
     mt_position_embedding position_embedding_type;
-    /* an encoder-decoder; decoder_num_layers 0: a decoder alone. num_layers is that of the string of layers: those of
-     * the encoder, then two for each of the decoder, self-attention alone and cross attention with the MLP */
+    // an encoder-decoder; decoder_num_layers 0: a decoder alone. num_layers is that of the string of layers: those of
+    // the encoder, then two for each of the decoder, self-attention alone and cross attention with the MLP
     int64_t encoder_num_layers, decoder_num_layers;
     int64_t encoder_seq_length; // seq_length is the decoder's
     int64_t relative_attention_num_buckets, relative_attention_max_distance;

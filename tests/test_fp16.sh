@@ -59,8 +59,7 @@ options_that_do_not_fit_are_refused() {
         refuses '--grad-reduce-in-bf16 needs --bf16' --fp16 --grad-reduce-in-bf16 &&
         refuses '--main-grads-dtype fp16 needs --fp16' --bf16 --use-precision-aware-optimizer --main-grads-dtype fp16 &&
         refuses '--main-params-dtype fp16 needs --bf16' --fp16 --use-precision-aware-optimizer \
-            --main-params-dtype fp16 &&
-        refuses '--attention-backend cudnn needs --bf16' --fp16 --attention-backend cudnn --attention-dropout 0
+            --main-params-dtype fp16
 }
 
 # The first scale, 2^32, overflows; hysteresis leaves it for one more step. Steps that are skipped do not count for the
