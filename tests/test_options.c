@@ -1201,7 +1201,7 @@ static void answers_name_the_option_to_use(void **state) {
     expect_error(RUN "--logits-load-dir d", "is named --teacher-load, with --stage kd");
     expect_error(RUN "--sft-tokenizer-prompt-format x", "is named --chat-template here");
     expect_error(RUN "--tokenizer-type NullMultimodalTokenizer", "models of images and text are not supported");
-    expect_error(RUN "--tokenizer-type BertWordPieceCase", "encoders are not supported");
+    expect_error(RUN "--tokenizer-type BertWordPieceCase", "it is not read");
     expect_error(RUN "--dataloader-type external", "a training script's own loader");
     expect_error(RUN "--fn a b", "; leave it out");
     expect_error(RUN "--cpu-offload-optimizer", "did you mean --optimizer-cpu-offload?");
@@ -1758,7 +1758,7 @@ static void vocabularies_of_words_are_refused(void **state) {
     (void)state;
     mt_run_options options;
     mt_error error;
-    const char *why = ": a list of words is WordPiece's, of BERT and T5: encoders are not supported; ";
+    const char *why = ": a list of words is WordPiece's, of BERT and of T5 in Megatron-LM: it is not read; ";
     expect_yaml_error("MODEL_ARGS:\n  --lr: 1\n  --vocab-file: /nowhere/vocab.txt\n",
                       "run.yaml:3: vocab-file /nowhere/vocab.txt: a list of words is WordPiece's");
     unsetenv(VARIABLE);

@@ -362,7 +362,7 @@ static int mt_given_check_vocab(const mt_given *given, mt_error *error) {
     bool is_vocab = setting.row && setting.row->offset == MT_AT(vocab_file) && given->values.count > 0;
     if (!is_vocab || !mt_vocab_is_word_list(given->values.items[0])) return 0;
     return mt_error_set(error,
-                        "%s %.300s: a list of words is WordPiece's, of BERT and T5: encoders are not supported; "
+                        "%s %.300s: a list of words is WordPiece's, of BERT and of T5 in Megatron-LM: it is not read; "
                         "GPT2BPETokenizer has a vocab.json",
                         given->where, given->values.items[0]);
 }
