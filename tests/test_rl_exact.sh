@@ -48,7 +48,11 @@ EOF
     set -- "$train" "$@" $shape $common --bitwise-rollouts
     refused 'bitwise-rollouts is for the CPU' "$@" --device cuda &&
         refused 'adds up attention by parts' "$@" --context-parallel-size 2 &&
-        refused 'a multiple of that' "$@" --inference-dynamic-batching-block-size 64
+        refused 'a multiple of that' "$@" --inference-dynamic-batching-block-size 64 &&
+        refused 'flex adds up the parts of 4 ranks' "$@" --tensor-model-parallel-size 4 --num-experts 4 \
+            --moe-ffn-hidden-size 8 --disable-bias-linear --moe-token-dispatcher-type flex &&
+        refused 'tp-comm-overlap adds up the parts of 4 ranks' "$@" --tensor-model-parallel-size 4 \
+            --sequence-parallel --tp-comm-overlap
 }
 
 # The first step changes the experts' biases, which choose other experts in the second, and, by its learning rate, no

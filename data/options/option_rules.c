@@ -1102,7 +1102,8 @@ bool mt_options_rewards(const mt_run_options *o, mt_reward_kind kind) {
 /* Options under which generation and training have other orders of sums. */
 static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
     const mt_options *s = &o->stack;
-    int64_t tensor = o->rollout_tensor_model_parallel_size, page = o->inference_dynamic_batching_block_size;
+    int64_t tp = s->tensor_model_parallel_size, tensor = o->rollout_tensor_model_parallel_size,
+            page = o->inference_dynamic_batching_block_size;
     static const struct {
         mt_mixer_kind mixer;
         const char *name;
@@ -1112,6 +1113,8 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
                   {MT_MIXER_SHORT_CONV, "a short convolution"},
                   {MT_MIXER_SPARSE_ATTENTION, "sparse attention"}};
     if (!o->bitwise_rollouts) return 0;
+    int64_t etp = s->expert_tensor_parallel_size > 0 ? s->expert_tensor_parallel_size : tp;
+    int64_t flexes = s->num_experts > 0 ? etp * s->expert_model_parallel_size : 1;
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         if (mt_has_mixer(s, others[i].mixer))
             return mt_error_set(error,
@@ -1133,6 +1136,16 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
          "--bitwise-rollouts: the scales of --fp8-format depend on the batch; leave one of them out"},
         {s->num_experts > 0 && s->moe_expert_capacity_factor > 0,
          "--bitwise-rollouts: --moe-expert-capacity-factor drops tokens that the generator keeps; leave it out"},
+        {flexes > 2 && s->moe_token_dispatcher_type == MT_DISPATCHER_FLEX,
+         "--bitwise-rollouts: --moe-token-dispatcher-type flex adds up the parts of %lld ranks in an order that "
+         "depends "
+         "on the token's rank; take allgather or alltoall",
+         {flexes}},
+        {s->tp_comm_overlap && tp > 2,
+         "--bitwise-rollouts: --tp-comm-overlap adds up the parts of %lld ranks in an order that depends on the "
+         "token's "
+         "rank; leave it out",
+         {tp}},
         {page % 128 != 0,
          "--bitwise-rollouts: attention adds up keys by 128; make --inference-dynamic-batching-block-size %lld a "
          "multiple of that",
