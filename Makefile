@@ -89,6 +89,8 @@ FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(filter-out %/fuzz_layouts.c,$
 PROGRAM_NAMES := $(patsubst data/datasets/%,data/%,$(MAINS:%.c=%))
 PROGRAMS := $(PROGRAM_NAMES:%=$(BIN)%)
 TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
+ALL_TEST_PROGRAMS = $(patsubst %.c,$(B)/%,$(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c %_mpi8.c),\
+	$(wildcard $(ALL_SUITES:%=tests/test_%.c)))))
 BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
 FUZZ_LAYOUTS := $(B)/tests/fuzz_layouts
@@ -203,7 +205,7 @@ progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(OBJECTS) $(PROGRAMS)
-everything: all $(TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) \
+everything: all $(ALL_TEST_PROGRAMS) $(CRASH_SHIM) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(CUDA_EXAMPLES) \
 	$(if $(ARCHS),$(KERNELS)) $(if $(MINI),$(MINI_PROGRAMS)) $(DRAW) $(FUZZ_LAYOUTS) $(FUZZERS:%.c=$(B)/%.o)
 
 define link_program
@@ -215,7 +217,7 @@ $(filter-out $(BIN)data/%,$(PROGRAMS)): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(filter $(BIN)data/%,$(PROGRAMS)): $(BIN)data/%: $(B)/data/datasets/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
-$(sort $(TEST_PROGRAMS) $(B)/tests/test_grid): %: %.o $(B)/tests/only.o $(MORE_OBJECTS) $(B)/flags
+$(sort $(ALL_TEST_PROGRAMS) $(B)/tests/test_grid): %: %.o $(B)/tests/only.o $(MORE_OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
 $(CRASH_SHIM): tests/crash_shim.c tests/crash_shim.h $(B)/flags
 	@mkdir -p $(@D); $(call progress,LD $@)

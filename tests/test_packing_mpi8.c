@@ -100,7 +100,7 @@ typedef struct results {
     int64_t data_ranks;
 } results;
 
-static const mt_preference_config sigmoid = {MT_PREFERENCE_SIGMOID, 0.5, 0.1};
+static const mt_preference_config sigmoid = {.variant = MT_PREFERENCE_SIGMOID, .beta = 0.5, .label_smoothing = 0.1};
 static const mt_reward_config rewards = {0, 0};
 static const mt_policy_config ppo = {.aggregation = {MT_TOKEN_MEAN, 0, 0, false},
                                      .clip_ratio_low = 0.1,
