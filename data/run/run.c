@@ -93,7 +93,9 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     if (o->tokenizer_type) {
         if (mt_options_open_tokenizer(&r->tokenizer, o, error) != 0) return -1;
     } else if (o->load) {
-        char *folder = mt_options_load_folder(o, error);
+        char *model = mt_options_load_folder(o, error);
+        char *folder = model ? mt_adapter_tokenizer_folder(o, model, error) : NULL;
+        free(model);
         if (!folder) return -1;
         if (take_tokenizer(r, folder, error) != 0) return -1;
     }
