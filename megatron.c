@@ -7062,6 +7062,7 @@ typedef struct mt_param_table {
     const mt_options *options;
     const mt_hf_family_row *family;
     mt_partition partition;
+    bool has_relative[2]; // as mt_outer.relative: its rows are there
 } mt_param_table;
 
 static const char *mt_role_row_name(const mt_role_row *row, int names) {
@@ -7312,6 +7313,16 @@ static int64_t mt_stage_own_layers(const mt_options *o, const mt_stage *stage) {
     return stage->num_layers + mt_min(stage->num_mtp, mt_num_mtp_modules(o));
 }
 
+/* The biases by distance that the layers of an encoder, or of its decoder, share. Every rank of a pipeline has both
+ * tables, which are small, so that all of them sum the gradients; the rank where the half begins counts its table. */
+static void mt_params_add_relative(mt_param_table *table, bool of_encoder, bool begins) {
+    int64_t first = table->count;
+    if (table->has_relative[of_encoder]) return;
+    table->has_relative[of_encoder] = true;
+    mt_params_add_bucket(table, of_encoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+    for (int64_t i = first; i < table->count; i++) table->rows[i].counted &= begins;
+}
+
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
     if (stage->embedding) {
@@ -7320,8 +7331,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     }
     for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
         int64_t layer = stage->first_layer + i, decoder = table->options->encoder_num_layers; // the first of it
-        if (i == 0 || layer == decoder)
-            mt_params_add_bucket(table, layer < decoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+        mt_params_add_relative(table, layer < decoder, layer == 0 || layer == decoder);
         mt_params_add_bucket(table, MT_UNIT_LAYER, layer);
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, layer);
         if (layer + 1 == decoder) mt_params_add_bucket(table, MT_UNIT_ENCODER_OUTPUT, -1);
@@ -7444,6 +7454,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
         has_embedding |= at->stages[i].embedding;
         mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
+    mt_params_add_relative(&table, true, false);
+    mt_params_add_relative(&table, false, false);
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
         for (int64_t k = 0; k < mt_stage_own_layers(options, &at->stages[i]); k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
@@ -7488,10 +7500,11 @@ typedef struct mt_pass {
     int64_t unpadded;            // its tokens on them, without padding; not when decoding
     int64_t T;                   // tokens
     int64_t rows, first_row;     // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
-    int64_t message_rows;        // of a message between pipeline stages
+    int64_t message_rows;        // of each tensor of a message between pipeline stages; 0: as many as it has
     bool training;               // dropout is on, and the forward adds to the step's statistics
     bool replay;                 // a recomputed forward: it writes activations only
     bool decode;                 // attention reads the KV cache
+    bool encode;                 // the encoder's half alone: see mt_model_encode
     const int64_t *adapter_rows; // mt_batch.adapter_rows
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
@@ -7530,6 +7543,7 @@ typedef struct mt_layer_scratch {
     float *group_means;              // [T], with a group of Mamba-2 on several ranks
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dencoder;                  // [R, C] gradient of the encoder's residual stream
     void *dmemory;                   // [R, C] gradient of the encoder's output, summed over the decoder's layers
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
@@ -7998,11 +8012,19 @@ static bool mt_has_encoder(const mt_model *m) {
     return m->options->decoder_num_layers > 0;
 }
 
-/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder; 0
- * without an encoder. */
+/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder, the
+ * number of its layers if it has only such; 0 without an encoder. */
 static int64_t mt_decoder_begin(const mt_model *m, int64_t chunk) {
     const mt_stage *stage = &m->stages[chunk];
     return mt_clamp(m->options->encoder_num_layers - stage->first_layer, 0, stage->num_layers);
+}
+
+/* True if a chunk begins before the encoder's last layer; if it ends before it. */
+static bool mt_begins_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer < m->options->encoder_num_layers;
+}
+static bool mt_ends_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer + m->stages[chunk].num_layers < m->options->encoder_num_layers;
 }
 
 static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
@@ -12326,7 +12348,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
     p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
@@ -12441,24 +12463,14 @@ static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, boo
     mt_bucket_release(m, bucket);
 }
 
-/* Before the backward of the decoder's layers: each adds to the gradient of the memory. */
-static void mt_decoder_begin_backward(mt_model *m, const mt_pass *p) {
-    m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    mt_relative_acquire(m, false, true);
-}
-
-/* dresidual[R, C]: the gradient of the decoder's input in, that of the encoder's output before its norm out. */
-static void mt_decoder_enter_backward(mt_model *m, const mt_pass *p, void *dresidual) {
-    const mt_output *out = &p->mb->encoder.output;
-    mt_pass encoder = mt_encoder_pass(m, p);
-    mt_relative_release(m, false, true, p->last);
-    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers); // the encoder's follows
-    mt_bucket_acquire(m, m->encoder_bucket);
-    mt_bucket_gradients_acquire(m, m->encoder_bucket);
-    mt_norm_backward(m, &encoder, &m->outer.encoder_norm, &out->norm, dresidual, NULL, m->scratch.dmemory, out->hidden);
-    mt_bucket_gradients_release(m, m->encoder_bucket, p->last);
-    mt_bucket_release(m, m->encoder_bucket);
-    mt_relative_acquire(m, true, true);
+/* True if no chunk of this rank before this one has layers of the encoder, or decoder: in a step, the last backward of
+ * this one ends the sum of its biases' gradients. */
+static bool mt_half_begins(const mt_model *m, int64_t chunk, bool of_encoder) {
+    for (int64_t before = 0; before < chunk; before++) {
+        int64_t decoder = mt_decoder_begin(m, before);
+        if (of_encoder ? decoder > 0 : decoder < m->stages[before].num_layers) return false;
+    }
+    return true;
 }
 
 /* Final norm and logits of x[rows, C], the residual stream. */
@@ -12520,9 +12532,31 @@ static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t l
     return end;
 }
 
-/* The residual stream at the chunk's input. */
+/* Where the residual stream enters a chunk: the input of its first layer, or its output if it has none. That of a
+ * decoder waits in the output while layers of the encoder run. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
-    return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
+    int64_t first = mt_decoder_begin(m, p->mb->chunk);
+    bool waits = first == m->stages[p->mb->chunk].num_layers || (first > 0 && !p->decode);
+    return waits ? p->mb->outputs[0].hidden : mt_values_of(m, p, first)->input;
+}
+
+/* Where the encoder's residual stream, or behind its last layer the memory, enters a chunk, and where it leaves it. */
+static void *mt_encoder_input(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    if (!mt_begins_in_encoder(m, p->mb->chunk)) return out->norm.y;
+    return mt_decoder_begin(m, p->mb->chunk) > 0 ? mt_values_of(m, p, 0)->input : out->hidden;
+}
+static void *mt_encoder_output(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    return mt_ends_in_encoder(m, p->mb->chunk) ? out->hidden : out->norm.y;
+}
+
+/* Their gradients. */
+static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p) {
+    return mt_begins_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+}
+static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
+    return mt_ends_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
 }
 
 /* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
@@ -12533,84 +12567,155 @@ static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64
     }
 }
 
-/* The encoder: embedding, layers, and the norm that gives the memory. */
+/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. */
+static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual) {
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool gathered = false; // dresidual, for the experts of the next layer
+    for (int64_t i = end - 1; i >= begin; i--) {
+        mt_layer *w = &layers[i];
+        mt_offload_fetch(m, p, i);
+        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
+            mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, p, w->number, dresidual);
+        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
+        bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        gathered = ahead;
+        mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
+    }
+}
+
+/* The encoder's layers of a chunk, and behind the last of all the norm that gives the memory. */
 static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
     const mt_output *out = &encoder->mb->encoder.output;
-    mt_embed_forward(m, encoder, mt_chunk_input(m, encoder), encoder->batch->tokens, -1);
-    mt_relative_acquire(m, true, false);
-    mt_units_forward(m, encoder, 0, mt_decoder_begin(m, encoder->mb->chunk), (mt_layer_result){.out = out->hidden});
-    mt_relative_release(m, true, false, false);
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (end > 0) {
+        mt_relative_acquire(m, true, false);
+        mt_units_forward(m, encoder, 0, end, (mt_layer_result){.out = out->hidden});
+        mt_relative_release(m, true, false, false);
+    }
+    if (!mt_begins_in_encoder(m, chunk) || mt_ends_in_encoder(m, chunk)) return;
     mt_bucket_acquire(m, m->encoder_bucket);
     mt_norm_forward(m, encoder, &m->outer.encoder_norm, &out->norm, out->hidden);
     mt_bucket_release(m, m->encoder_bucket);
 }
 
-/* Embedding, if the chunk has it, and layers; of an encoder-decoder first those of the encoder, unless the memory is
+/* scratch.dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, or with the norm that
+ * of the memory; before them out. */
+static void mt_encoder_backward(mt_model *m, const mt_pass *encoder) {
+    const mt_output *out = &encoder->mb->encoder.output;
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (!mt_ends_in_encoder(m, chunk)) {
+        mt_bucket_acquire(m, m->encoder_bucket);
+        mt_bucket_gradients_acquire(m, m->encoder_bucket);
+        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, m->scratch.dencoder, NULL, m->scratch.dmemory,
+                         out->hidden);
+        mt_bucket_gradients_release(m, m->encoder_bucket, encoder->last);
+        mt_bucket_release(m, m->encoder_bucket);
+    }
+    if (end == 0) return;
+    mt_relative_acquire(m, true, true);
+    mt_units_backward(m, encoder, 0, end, m->scratch.dencoder);
+    mt_relative_release(m, true, true, encoder->last && mt_half_begins(m, chunk, true));
+}
+
+/* Embedding, if the chunk has it, and layers. An encoder-decoder has first those of the encoder, unless the memory is
  * in the cache. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk); // index of its first layer
-    mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+    bool encodes = mt_has_encoder(m) && !p->decode, decodes = !p->encode;
     mt_pass encoder = mt_encoder_pass(m, p);
-    if (mt_has_encoder(m)) {
-        if (!p->decode) mt_encoder_forward(m, &encoder);
-        mt_embed_forward(m, p, mt_values_of(m, p, decoder)->input, p->batch->tokens, m->options->encoder_num_layers);
-        mt_relative_acquire(m, false, false);
-    } else if (stage->embedding) {
-        mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    }
-    mt_units_forward(m, p, decoder, stage->num_layers, result);
-    if (mt_has_encoder(m)) mt_relative_release(m, false, false, false);
+    void *input = mt_chunk_input(m, p);
+    int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
+    if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
+    if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
+    if (encodes) mt_encoder_forward(m, &encoder);
+    if (!decodes || decoder == stage->num_layers) return;
+    void *first = mt_values_of(m, p, decoder)->input;
+    if (first != input) m->ops->memory_copy(first, input, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    mt_relative_acquire(m, false, false);
+    mt_units_forward(m, p, decoder, stage->num_layers, (mt_layer_result){.out = p->mb->outputs[0].hidden});
+    mt_relative_release(m, false, false, false);
 }
 
-/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
+/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. Of an encoder-decoder, that of the
+ * decoder's residual stream; in scratch.dmemory and scratch.dencoder those of the encoder's. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
     mt_pass encoder = mt_encoder_pass(m, p);
-    const mt_pass *first = decoder > 0 ? &encoder : p;
-    bool gathered = false; // dresidual, for the experts of the next layer
-    if (mt_has_encoder(m)) mt_decoder_begin_backward(m, p);
-    for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
-        const mt_pass *pass = i < decoder ? &encoder : p;
-        if (i + 1 == decoder) mt_decoder_enter_backward(m, p, dresidual);
-        mt_offload_fetch(m, pass, i);
-        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
-            mt_recompute_unit_replay(m, pass, w->recompute_unit, i + 1);
-        mt_hidden_backward(m, pass, w->number, dresidual);
-        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, pass, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, pass, w, &p->mb->layers[i], dresidual, gathered, ahead);
-        gathered = ahead;
-        mt_layer_release(m, pass, w, true, p->halves == MT_BACKWARD_BOTH);
+    if (decoder < stage->num_layers) {
+        mt_relative_acquire(m, false, true);
+        mt_units_backward(m, p, decoder, stage->num_layers, dresidual);
+        mt_relative_release(m, false, true, p->last && mt_half_begins(m, p->mb->chunk, false));
     }
-    if (decoder > 0) mt_relative_release(m, true, true, p->last);
-    if (stage->embedding) mt_embed_backward(m, first, dresidual, first->batch->tokens, -1, p->last);
+    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder);
+    if (!stage->embedding) return;
+    if (!mt_has_encoder(m)) {
+        mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+        return;
+    }
+    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers);
+    mt_embed_backward(m, &encoder, m->scratch.dencoder, encoder.batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
+    mt_pass encoder = mt_encoder_pass(m, p);
     for (int64_t i = m->stages[p->mb->chunk].num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        const mt_pass *pass = i < decoder ? &encoder : p;
         mt_layer_acquire(m, w, false, true);
-        mt_layer_backward_weight(p, &p->mb->layers[i]);
-        mt_layer_release(m, p, w, false, true);
+        mt_layer_backward_weight(pass, &p->mb->layers[i]);
+        mt_layer_release(m, pass, w, false, true);
     }
 }
 
 /* ---- between chunks */
 
+/* The tensors of a message between stages, x[i][rows[i], C]: the residual stream, or its gradient. An encoder-decoder
+ * sends two. That of the encoder is its residual stream and, behind its last layer, the memory; that of the decoder is
+ * its residual stream, and its embedded tokens as far as its first layer: so the first stage alone embeds, and none
+ * between the first and the last has a copy of the word embedding. Generation passes one of the two at a time. */
+typedef struct mt_boundary {
+    int count;
+    void *x[2];
+    int64_t rows[2];
+} mt_boundary;
+
+static mt_boundary mt_boundary_of(const mt_model *m, const mt_pass *p, void *of_encoder, void *residual) {
+    mt_boundary b = {.count = 0};
+    if (mt_has_encoder(m) && !p->decode) b.x[b.count] = of_encoder, b.rows[b.count++] = p->mb->encoder.rows;
+    if (!p->encode) b.x[b.count] = residual, b.rows[b.count++] = p->rows;
+    return b;
+}
+
+/* Tensors of a message that carries all of them. */
+static int64_t mt_boundary_tensors(const mt_model *m) {
+    return mt_has_encoder(m) ? 2 : 1;
+}
+
+/* Rows of a tensor of a message, unused ones too; and of all its tensors. */
+static int64_t mt_boundary_rows(const mt_pass *p, const mt_boundary *b, int tensor) {
+    return p->message_rows > 0 ? p->message_rows : b->rows[tensor];
+}
+static int64_t mt_boundary_all_rows(const mt_pass *p, const mt_boundary *b) {
+    int64_t rows = 0;
+    for (int i = 0; i < b->count; i++) rows += mt_boundary_rows(p, b, i);
+    return rows;
+}
+
 /* One end of a channel to a neighbour in the pipeline, with buffers for messages in flight. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
-    void **buffers; // [num_buffers] of [R, C]; message i uses buffer i % num_buffers
+    void **buffers; // [num_buffers] of the tensors of a message; message i uses buffer i % num_buffers
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
-/* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
+/* Posts the receive of a link's next message, of `rows` rows together; false if no buffer is free. */
 static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     if (mt_channel_pending(link->channel) == link->num_buffers) return false;
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
@@ -12618,42 +12723,57 @@ static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     return true;
 }
 
-/* to[rows, C] = the oldest message not taken yet. */
-static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
-    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
-    const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
+/* Copies the oldest message not taken yet to the tensors of b. */
+static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, mt_boundary_all_rows(p, &b));
+    void *from = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(b.x[i], from, b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        from = mt_at(from, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
     if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
-/* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
-static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
-    void *buffer = link->buffers[link->channel->next % link->num_buffers];
+/* Sends copies of the tensors of b; the caller may overwrite them at once. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    void *buffer = link->buffers[link->channel->next % link->num_buffers], *to = buffer;
     if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
-    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->residual_dtype, p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(to, b.x[i], b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        to = mt_at(to, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
+    mt_channel_start(m->ops, link->channel, buffer, mt_boundary_all_rows(p, &b) * m->C, m->residual_dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
-    if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    if (!stage->embedding)
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD],
+                        mt_boundary_of(m, p, mt_encoder_input(m, p), mt_chunk_input(m, p)));
     mt_chunk_forward(m, p);
-    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
+    if (!stage->loss)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD],
+                     mt_boundary_of(m, p, mt_encoder_output(m, p), p->mb->outputs[0].hidden));
 }
 
+/* Of an encoder-decoder every layer of cross attention adds to the gradient of the memory, in all stages. */
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     void *dresidual = m->scratch.dresidual;
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
+    if (stage->loss && mt_has_encoder(m))
+        m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (stage->loss)
         mt_loss_backward(m, p, dresidual);
     else
-        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD],
+                        mt_boundary_of(m, p, mt_encoder_doutput(m, p), dresidual));
     mt_chunk_backward(m, p, dresidual);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], dresidual);
+    if (!stage->embedding)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], mt_boundary_of(m, p, mt_encoder_dinput(m, p), dresidual));
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -13432,6 +13552,11 @@ static void mt_gradients_begin(mt_model *m) {
         memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
+    for (int half = 0; half < 2; half++) { // biases without layers on this rank have gradients of 0
+        if (m->relative_bucket[half] < 0 || !mt_half_begins(m, m->num_chunks, half)) continue;
+        mt_bucket_gradients_acquire(m, m->relative_bucket[half]);
+        mt_bucket_gradients_release(m, m->relative_bucket[half], true);
+    }
 }
 
 /* Completes all reductions: every rank has the sum over ranks of its shard, or identical bits of the whole bucket. */
@@ -13468,8 +13593,8 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
 }
 
 /* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
- * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
- * all-reduce. */
+ * own rows or heads, the copies of the word embedding on the first and last stage, and copies of biases by distance on
+ * all stages. Adjacent parameters share one all-reduce. */
 static void mt_gradients_reduce_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -13487,6 +13612,11 @@ static void mt_gradients_reduce_model(mt_model *m) {
     if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
+    for (int half = 0; half < 2 && m->grid->pipeline.size > 1; half++) {
+        if (m->relative_bucket[half] < 0 || !m->buckets[m->relative_bucket[half]].trained) continue;
+        const mt_bucket *b = &m->buckets[m->relative_bucket[half]];
+        m->ops->all_reduce(b->grad_shard, b->shard_count, MT_SUM, b->grad_dtype, &m->grid->pipeline, m->stream);
+    }
 }
 
 /* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
@@ -14509,7 +14639,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_post(m, &m->links[links[direction]], m->max_rows)) break;
+            if (!mt_link_post(m, &m->links[links[direction]], mt_boundary_tensors(m) * m->max_rows)) break;
         }
 }
 
@@ -15353,8 +15483,8 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
     mt_slots slots = {.count = 0}, *s = &slots;
     if (!mt_has_encoder(m)) return;
-    MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
-    mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
+    if (mt_begins_in_encoder(m, mb->chunk)) MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
+    if (!mt_ends_in_encoder(m, mb->chunk)) mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
     mt_slots_allocate(s, MT_KEEP, &mb->encoder.output, arena);
 }
 
@@ -15376,9 +15506,9 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
+    int64_t message = mt_boundary_tensors(m) * m->max_rows * m->C * mt_dtype_size(m->residual_dtype);
     for (int i = 0; i < MT_NUM_LINKS; i++)
-        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->residual_dtype));
+        for (int64_t k = 0; k < m->links[i].num_buffers; k++) m->links[i].buffers[k] = mt_arena_alloc(arena, message);
 }
 
 static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
@@ -15409,6 +15539,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_has_encoder(m)) s->dencoder = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
@@ -20167,7 +20298,8 @@ static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p) {
 
 static void mt_cross_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, groups = mt_layer_groups(m, w);
-    MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *q = MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype);
+    q->stash_of = offsetof(mt_layer, cross_q), q->input = MT_OFFLOAD_CORE_ATTN;
     MT_SLOT(s, cross_kv, T, groups * (m->D + m->Dv), m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
     mt_core_attention_slots(m, s);
 }
@@ -20205,7 +20337,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_layer_scratch *s = &m->scratch;
     void *dq = s->dqkv, *dkv = mt_at(s->dqkv, m->plan.max_tokens * m->H * m->D, m->dtype);
     mt_pass encoder = mt_encoder_pass(m, p);
-    MT_CHECK(!d->left && p->halves == MT_BACKWARD_BOTH);
+    MT_CHECK(!d->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), d->dout, s->dattended);
     mt_attention call = mt_cross_call(m, p, w, a);
     call.dq = dq, call.dk = dkv, call.dv = mt_at(dkv, w->G * m->D, m->dtype);
@@ -20214,6 +20346,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->memory_zero(dkv, encoder.T * call.k_stride * mt_dtype_size(m->dtype), p->stream);
     mt_attend_backward(m->ops, &call, m->dtype, p->stream);
     mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
+    // a split backward defers no product with the memory, whose dy has no stash
     mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
     mt_add_to(m, &encoder, s->dmemory, s->dinput);
     mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
@@ -20234,28 +20367,38 @@ static double mt_cross_multiplications(const mt_options *o, int64_t layer) {
     return C * heads * (D + Dv) + of_memory * C * groups * (D + Dv) + heads * (D + Dv) * keys;
 }
 
+/* The keys and values of a memory, of the chunk's layers of cross attention, for one place of the cache. */
+static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t slot) {
+    int64_t chunk = encoder->mb->chunk;
+    for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
+        const mt_layer *w = &m->layers[i];
+        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
+        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
+        mt_bucket_acquire(m, w->bucket);
+        mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
+        mt_bucket_release(m, w->bucket);
+    }
+}
+
 void mt_model_encode(mt_model *m, int64_t slot, const int32_t *inputs, int64_t n) {
-    mt_micro_batch *mb = mt_micro_batch_find(m, 0, -1);
     int32_t start = 0; // of the decoder, whose tokens this pass has not
     mt_span one = {.q_len = 1, .k_len = 1, .causal = true}, whole = {.q_len = n, .k_len = n};
     mt_batch batch = {.num_tokens = 1, .tokens = &start, .positions = &start, .num_spans = 1, .spans = &one};
     MT_CHECK(mt_has_encoder(m) && n >= 1 && n <= m->plan.max_inputs && slot >= 0 && slot < m->plan.cache_sequences);
     batch.encoder = (mt_encoder_batch){.num_tokens = n, .num_spans = 1, .spans = &whole};
     batch.encoder.tokens = memcpy(m->inputs, inputs, (size_t)n * 4);
-    (void)mt_batch_block_open(m, mb, &batch, 0);
-    mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
-    int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
-    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
-    mt_encoder_forward(m, &encoder);
-    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
-        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[w - m->layers], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
-        mt_linear_io kv = {.x = mb->encoder.output.norm.y, .y = place};
-        mt_bucket_acquire(m, w->bucket);
-        mt_linear_forward(mt_linears(&encoder), &w->cross_kv, &kv);
-        mt_bucket_release(m, w->bucket);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
+        (void)mt_batch_block_open(m, mb, &batch, 0);
+        mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
+        int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
+        p.encode = true;
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+        if (!mt_ends_in_encoder(m, chunk)) mt_chunk_keep_memory(m, &encoder, slot);
+        m->ops->stream_synchronize(m->stream); // the next pass fills the same block
     }
-    m->ops->stream_synchronize(m->stream); // the next pass fills the same block
 }
 
 /* Parts and layouts that encoder-decoders do not have, or that are not tried with them. */
@@ -20264,10 +20407,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
         {o->context_parallel_size > 1,
          "--context-parallel-size %lld: an encoder-decoder keeps its sequences whole; leave it out",
          {o->context_parallel_size}},
-        {o->pipeline_model_parallel_size > 1,
-         "--pipeline-model-parallel-size %lld: an encoder-decoder is one stage so far; leave it out, and take "
-         "--tensor-model-parallel-size",
-         {o->pipeline_model_parallel_size}},
         {.broken = o->fp8_format != MT_FP8_OFF,
          .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
         {.broken = o->lora_rank > 0, .message = "--lora-rank: an encoder-decoder has no adapters so far; leave it out"},

@@ -716,6 +716,11 @@ static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+/* The number of layers in messages about stages: see mt_options.num_layers. */
+static const char *mt_options_layers_name(const mt_options *o) {
+    return o->decoder_num_layers > 0 ? "--encoder-num-layers plus twice --decoder-num-layers" : "--num-layers";
+}
+
 /* The letters of the stages: one E at the start, one L at the end, the MTP modules right before L. */
 static int mt_options_check_letters(const mt_run_options *o, mt_error *error) {
     const char *letters = o->stack.pipeline_letters, *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
@@ -738,9 +743,9 @@ static int mt_options_check_letters(const mt_run_options *o, mt_error *error) {
                             "before L and in its stage",
                             o->pipeline_model_parallel_layout, (long long)o->stack.mtp_num_layers);
     if (layers != o->stack.num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->stack.num_layers);
+        return mt_error_set(error, "--pipeline-model-parallel-layout '%.200s' has %lld layers, but %s is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers);
     return 0;
 }
 
@@ -763,14 +768,17 @@ static int mt_options_check_layout(const mt_run_options *o, mt_error *error) {
     int64_t rest = o->stack.num_layers + extra - first - last;
     if (o->stack.pipeline_letters) return mt_options_check_letters(o, error);
     if (first == 0 && last == 0) {
-        const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        char name[128];
+        snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+                 extra > 0 ? " plus the layers that --account-for-* adds" : "");
         return mt_options_check_share(&o->stack, name, rest, pp, error);
     }
     if (rest < 0 || (middle == 0 && rest > 0))
         return mt_error_set(error,
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->stack.num_layers, (long long)pp);
+                            "together, do not fit %s %lld on %lld ranks",
+                            (long long)(first + last), mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers, (long long)pp);
     if (mt_options_check_share(&o->stack, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
     if (mt_options_check_share(&o->stack, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
     return middle > 0 ? mt_options_check_share(&o->stack, "the layers of the other ranks", rest, middle, error) : 0;

@@ -544,8 +544,10 @@ const mt_option mt_option_table[] = {
      .needs = "pipeline-model-parallel-size"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
      "'Et*3|(tt|)*6L'|auto",
-     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats; auto (auto*2: two stages a rank): ranks that take equal times in a simulation on --gpu",
+     "the stages in letters: E embedding, t layer (a decoder that attends to an encoder has two for each of its own), "
+     "m "
+     "module of multi-token prediction, L loss, | between stages, *n repeats; auto (auto*2: two stages a rank): ranks "
+     "that take equal times in a simulation on --gpu, or with an encoder do equal work",
      .needs = "pipeline-model-parallel-size",
      .excludes = "num-virtual-stages-per-pipeline-rank, num-layers-per-virtual-pipeline-stage, "
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
