@@ -16944,7 +16944,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
     MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
     mt_arena arena = {0};
-    b->plan = *plan;
+    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX};
     mt_batch_alloc(&b->batch, plan->max_tokens);
     if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
@@ -17166,6 +17166,36 @@ static void mt_batcher_add_logits(mt_batcher *b, int64_t row, int64_t i) {
     b->logit_rows[b->num_logits] = (int32_t)row, b->logit_sequences[b->num_logits++] = i;
 }
 
+/* Keys that `count` tokens from position `at` on attend to. */
+static int64_t mt_prompt_keys(int64_t at, int64_t count) {
+    return count * at + count * (count + 1) / 2;
+}
+
+/* True if the forward may read no more of prompts. */
+static bool mt_prefill_is_full(const mt_batcher *b) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    return read->tokens >= most->tokens || (read->tokens > 0 && read->keys >= most->keys) ||
+           read->viewed > most->viewed;
+}
+
+/* The tokens of a prompt from position `at` on, of `count`, that the limits of the forward leave room for; the first
+ * `viewed` have views. The first token of all fits unless no token may be read. */
+static int64_t mt_prefill_fits(const mt_batcher *b, int64_t at, int64_t count, int64_t viewed) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    if (mt_prefill_is_full(b)) return 0;
+    int64_t least = read->tokens == 0 && most->tokens > 0, views = mt_min(b->plan.max_viewed, most->viewed);
+    int64_t low = 0, high = mt_min(count, most->tokens - read->tokens);
+    if (viewed > 0) high = mt_min(high, views - read->viewed);
+    while (low < high) { // the keys of `low` tokens fit, those of `high` + 1 do not
+        int64_t middle = low + (high - low + 1) / 2;
+        if (mt_prompt_keys(at, middle) <= most->keys - read->keys)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return mt_max(low, least);
+}
+
 /* Adds the uncached tokens of sequence i, as many as fit, as one span. */
 static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
     mt_cache_slot *s = &b->slots[sequence->slot];
@@ -17174,9 +17204,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
-    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
-    if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
+    if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -17191,8 +17220,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
             (mt_span){.k_start = sequence->slot * b->plan.max_inputs, .k_len = sequence->num_inputs};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (is_prefill) b->num_prefill += count;
-    viewed = mt_min(viewed, count), b->num_viewed += viewed;
+    viewed = mt_min(viewed, count);
+    if (is_prefill) {
+        b->prefill.tokens += count, b->prefill.viewed += viewed;
+        b->prefill.keys += mt_prompt_keys(cached, count);
+    }
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
 }
@@ -17240,8 +17272,9 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
-    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = 0;
     b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
+    b->prefill = (mt_prefill){.tokens = 0};
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
@@ -17261,12 +17294,23 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
-        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
+        if (mt_prefill_is_full(b)) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
+}
+
+mt_streams mt_batcher_streams(const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
+    mt_streams streams = {.count = 0};
+    for (int64_t i = 0; i < count; i++) {
+        const mt_sequence *sequence = &sequences[i];
+        bool writes = sequence->finish == MT_UNFINISHED && sequence->num_tokens > sequence->num_prompt;
+        if (!writes || sequence->slot < 0 || b->slots[sequence->slot].num_cached + 1 != sequence->num_tokens) continue;
+        streams.count++, streams.keys += sequence->num_tokens;
+    }
+    return streams;
 }
 
 void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
@@ -17480,19 +17524,28 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     mt_generator_totals *totals = &g->totals;
     if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
     int status = mt_generator_forward(g, sequences, error);
-    totals->prefill_tokens += g->batcher->num_prefill;
-    totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits - g->batcher->num_viewed;
-    *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
+    const mt_prefill *read = &g->batcher->prefill;
+    totals->prefill_tokens += read->tokens;
+    totals->decode_tokens += read->tokens > 0 ? 0 : g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits - read->viewed;
+    *(read->tokens > 0 ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
 }
 
-void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
-    MT_CHECK(tokens > 0);
-    g->batcher->max_prefill = tokens;
+void mt_generator_limit_prefill(mt_generator *g, const mt_prefill *limit) {
+    MT_CHECK(limit->tokens >= 0);
+    g->batcher->max_prefill = *limit;
+}
+
+mt_prefill mt_generator_read_prefill(const mt_generator *g) {
+    return g->batcher->prefill;
+}
+
+mt_streams mt_generator_streams(const mt_generator *g, const mt_sequence *sequences, int64_t count) {
+    return mt_batcher_streams(g->batcher, sequences, count);
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {

@@ -4147,9 +4147,27 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
-/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
- * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
-void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+/* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
+ * them, t + 1 for the token at position t; and tokens whose logits are viewed although the next token is known. */
+typedef struct mt_prefill {
+    int64_t tokens, keys, viewed;
+} mt_prefill;
+
+/* Limits the work on prompts in a forward from now on, the same on every rank: less lets running sequences wait less
+ * for their next token, and prompts longer. With `tokens` 0 a forward reads none; otherwise it may read one token of a
+ * prompt that has more keys than the limit. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, const mt_prefill *limit);
+
+/* The work on prompts in the last forward. */
+mt_prefill mt_generator_read_prefill(const mt_generator *generator);
+
+/* The sequences whose next forward is a decode step: their number, and the keys that their tokens attend to. */
+typedef struct mt_streams {
+    int64_t count, keys;
+} mt_streams;
+
+/* Of sequences[count], between steps. */
+mt_streams mt_generator_streams(const mt_generator *generator, const mt_sequence *sequences, int64_t count);
 
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
@@ -4187,17 +4205,16 @@ typedef struct mt_batcher {
     mt_batch batch;           // with its page table
     int32_t *cache_rows;      // [num_tokens] where keys and values are written
     int64_t num_logits;       // rows whose logits are needed
-    int64_t num_viewed;       // of them those of tokens within prompts, which give no token
     int32_t *logit_rows;      // [num_logits]
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
     mt_cache_copy *copies;
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
-    int64_t num_prefill; // tokens of prompts, and of sequences that were put back
-    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
-    int64_t num_begun;   // sequences whose memory is computed before the forward (mt_model_encode)
-    int64_t *begun;      // their slots
+    mt_prefill prefill;     // of prompts, and of sequences that were put back
+    mt_prefill max_prefill; // of a forward; the caller may change it between forwards; at first as much as fits
+    int64_t num_begun;      // sequences whose memory is computed before the forward (mt_model_encode)
+    int64_t *begun;         // their slots
     /* private */
     struct mt_cache_slot *slots;
     struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
@@ -4213,6 +4230,9 @@ void mt_batcher_destroy(mt_batcher *batcher);
  * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
  * mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* Of the sequences, between forwards: see mt_streams. */
+mt_streams mt_batcher_streams(const mt_batcher *batcher, const mt_sequence *sequences, int64_t count);
 
 /* True for a row of logits of a token within a prompt: the token that follows is known. */
 bool mt_batcher_row_is_viewed(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);
