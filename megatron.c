@@ -6051,16 +6051,39 @@ double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlo
     return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : mt_minimum(k3, 10);
 }
 
+/* The term of on-policy distillation. POLICY_GRADIENT: a PPO loss whose advantage, a constant of the gradient, is the
+ * negative divergence. *divergence: before it is clipped. */
+static mt_policy_term mt_distill_token(const mt_loss_tokens *t, const mt_distill_policy_config *c, int64_t i,
+                                       double *divergence) {
+    double slope, d = *divergence = mt_kl_estimate(c->type, t->logp[i], t->teacher_logp[i], &slope);
+    if (c->max_clamp > 0 && fabs(d) > c->max_clamp) d = d > 0 ? c->max_clamp : -c->max_clamp, slope = 0;
+    mt_policy_term term = {.loss = d, .dlogp = slope};
+    if (c->in == MT_DISTILL_IN_POLICY_GRADIENT) {
+        mt_policy_config range = {.clip_ratio_low = c->clip_ratio_low, .clip_ratio_high = c->clip_ratio_high};
+        double x = mt_log_ratio(t, i), weight = t->rollout_weights ? t->rollout_weights[i] : 1;
+        term = mt_clipped_surrogate(&range, c->clip_ratio_c, exp(mt_bounded(x, -20, 20)), -d);
+        if (fabs(x) > 20) term.dlogp = 0;
+        term.loss *= weight, term.dlogp *= weight;
+    }
+    term.loss *= c->coef, term.dlogp *= c->coef;
+    return term;
+}
+
 /* Adds token i, whose loss has weight `weight`. */
 static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i, double weight,
                           const mt_policy_sequence *sequence, mt_loss_sums *sums) {
-    mt_policy_term term = {0};
+    mt_policy_term term = {0}, distilled = {0};
+    const mt_distill_policy_config *d = &c->distillation;
+    bool distills = d->in == MT_DISTILL_IN_LOSS || d->in == MT_DISTILL_IN_POLICY_GRADIENT;
+    bool alone = distills && d->alone;
     double dkl = 0, kl = t->ref_logp ? mt_kl_estimate(c->kl_type, t->logp[i], t->ref_logp[i], &dkl) : 0;
-    double entropy = t->entropy ? t->entropy[i] : 0;
-    if (t->advantages) term = mt_policy_token(t, c, i, sequence);
-    sums->loss += weight * (term.loss + c->kl_coef * kl - c->entropy_coef * entropy);
-    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + c->kl_coef * dkl);
-    if (t->dentropy) t->dentropy[i] -= weight * c->entropy_coef;
+    double entropy = t->entropy ? t->entropy[i] : 0, divergence = 0;
+    double kl_coef = alone ? 0 : c->kl_coef, entropy_coef = alone ? 0 : c->entropy_coef;
+    if (t->advantages && !alone) term = mt_policy_token(t, c, i, sequence);
+    if (distills) distilled = mt_distill_token(t, d, i, &divergence);
+    sums->loss += weight * (term.loss + kl_coef * kl - entropy_coef * entropy + distilled.loss);
+    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + kl_coef * dkl + distilled.dlogp);
+    if (t->dentropy) t->dentropy[i] -= weight * entropy_coef;
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
@@ -6068,6 +6091,7 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_PPO_KL] += mt_policy_kinds[c->variant].kl_is_absolute ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
+    sums->metrics[MT_POLICY_DISTILLATION] += divergence;
 }
 
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
@@ -11509,6 +11533,7 @@ static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_C
                                                    {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
                                                    {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
                                                    {"entropy", MT_POLICY_ENTROPY, MT_POLICY_TOKENS},
+                                                   {"distillation", MT_POLICY_DISTILLATION, MT_POLICY_TOKENS},
                                                    {NULL, 0, 0}};
 static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_VALUE_TOKENS},
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
@@ -11628,8 +11653,9 @@ static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float
 /* Counts the tokens whose operand is not finite. `own`: the model's log-probabilities or values; where they are finite
  * and the divergence is not, the teacher's logits are at fault. */
 static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_loss_tokens *t, const double *own) {
-    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp,   t->ref_logp,        t->advantages, t->returns,
-                                                      t->old_values, t->rollout_weights, t->selected};
+    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp, t->ref_logp,    t->advantages,
+                                                      t->returns,  t->old_values,  t->rollout_weights,
+                                                      t->selected, t->teacher_logp};
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
@@ -11646,9 +11672,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     bool has_values = m->options->head_type != MT_HEAD_LM, uses_entropy = out->dentropy && !has_values;
     mt_loss_sums sums = {0};
     mt_loss_tokens tokens = {.T = n, .num_sequences = p->whole->num_spans, .sequences = p->whole->spans};
-    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,   &tokens.advantages,
-                                                 &tokens.returns,  &tokens.old_values, &tokens.rollout_weights,
-                                                 &tokens.selected};
+    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,    &tokens.advantages,
+                                                 &tokens.returns,  &tokens.old_values,  &tokens.rollout_weights,
+                                                 &tokens.selected, &tokens.teacher_logp};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
         if (!(m->plan.loss->inputs & 1u << i)) continue;
         for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
@@ -14822,6 +14848,7 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
         const char *name;
     } names[] = {{MT_REF_LOGP, "the log-probabilities of the reference model (--ref-load)"},
                  {MT_OPERAND_TEACHER, "the logits of the teacher (--teacher-load)"},
+                 {MT_TEACHER_LOGP, "the log-probabilities of the teacher"},
                  {MT_OLD_VALUES, "the values of the critic"},
                  {MT_OLD_LOGP, "the old log-probabilities"},
                  {MT_ROLLOUT_WEIGHTS, "the rollout weights"},

@@ -502,6 +502,13 @@ typedef enum mt_distillation_balance {
     MT_DISTILL_BALANCE_HIDDEN, // divergence + hidden, which is scaled to the divergence's size
     MT_DISTILL_BALANCE_ALL     // cross-entropy + s of that sum, which is scaled to the cross-entropy's size
 } mt_distillation_balance;
+/* --distillation-in: the place of the divergence from a teacher in reinforcement learning. */
+typedef enum mt_distillation_in {
+    MT_DISTILL_IN_NONE,
+    MT_DISTILL_IN_LOSS,            // a term of the loss
+    MT_DISTILL_IN_POLICY_GRADIENT, // a policy loss of its own whose advantages are the negative divergences
+    MT_DISTILL_IN_ADVANTAGES       // subtracted from the advantages, by the old policy's log-probabilities
+} mt_distillation_in;
 /* Rewards of responses: see data/learn/rewards.h; MODEL: by a reward model. */
 typedef enum mt_reward_kind {
     MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
@@ -509,7 +516,8 @@ typedef enum mt_reward_kind {
     MT_REWARD_REGEX,   // 1 if a pattern matches in the response; else 0
     MT_REWARD_COMMAND, // a program's number
     MT_REWARD_MODEL,   // the value of a reward model
-    MT_REWARD_ENV      // the sum of the rewards of the environment that holds the conversation
+    MT_REWARD_ENV,     // the sum of the rewards of the environment that holds the conversation
+    MT_REWARD_NONE     // 0
 } mt_reward_kind;
 /* The stage of training (--stage). */
 typedef enum mt_training_stage {
@@ -2952,6 +2960,7 @@ typedef struct mt_loss_tokens {
     const double *divergence, *hidden;                                     // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
     const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
+    const double *teacher_logp;                                            // [T] on-policy distillation; or NULL
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
 } mt_loss_tokens;
 
@@ -2972,7 +2981,19 @@ typedef struct mt_aggregation {
     bool counts_empty; // means over sequences count those without counted tokens, as verl's geo_mean does
 } mt_aggregation;
 
-/* policy weight + kl_coef KL - entropy_coef entropy. */
+/* On-policy distillation: the divergence D of the policy from the teacher at the tokens that the policy wrote, by an
+ * estimator of `type`, as verl's distillation_ppo_loss has it. */
+typedef struct mt_distill_policy_config {
+    mt_distillation_in in; // LOSS, POLICY_GRADIENT; otherwise the loss has no such term
+    mt_kl_type type;
+    double coef;                            // of the term
+    double max_clamp;                       // D is clipped to +- this; 0: not
+    double clip_ratio_low, clip_ratio_high; // POLICY_GRADIENT: PPO's range, apart from that of the policy loss
+    double clip_ratio_c;                    // dual clipping; 0: none
+    bool alone;                             // the loss has no other term
+} mt_distill_policy_config;
+
+/* policy weight + kl_coef KL - entropy_coef entropy + distillation. */
 typedef struct mt_policy_config {
     mt_policy_variant variant;
     mt_aggregation aggregation;    // GSPO, GMPO and SAPO always take MT_SEQ_MEAN_TOKEN_MEAN
@@ -2987,6 +3008,7 @@ typedef struct mt_policy_config {
     double cov_low, cov_high;      // CLIP_COV: the range of covariances from which they are drawn
     double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
+    mt_distill_policy_config distillation; // reads teacher_logp
 } mt_policy_config;
 
 /* A row of the table of policy losses: operands that only some of them read. */
@@ -3007,11 +3029,12 @@ enum {
     MT_POLICY_PPO_KL,         // old_logp - logp
     MT_POLICY_REF_KL,         // by kl_type; 0 without ref_logp
     MT_POLICY_ENTROPY,
+    MT_POLICY_DISTILLATION, // D before it is clipped; 0 without teacher_logp
 };
 
 /* Adds to sums and to t->dlogp, t->dentropy. Reads logp, old_logp (NULL: the policy is the old one, r = 1), advantages
- * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR)
- * and, with their coefficients, ref_logp and entropy. */
+ * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR),
+ * with their coefficients ref_logp and entropy, and with distillation teacher_logp. */
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums);
 
 /* KL's estimate for one token; *dlogp: its derivative by logp. */
@@ -3391,6 +3414,7 @@ typedef enum mt_loss_input {
     MT_OLD_VALUES,      // its value when it was generated
     MT_ROLLOUT_WEIGHTS, // its weight in a policy loss, where generator and training differ
     MT_SELECTED,        // 1 for tokens that a policy loss treats apart, else 0
+    MT_TEACHER_LOGP,    // by the teacher of on-policy distillation
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 
