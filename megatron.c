@@ -1872,6 +1872,57 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
     }
 }
 
+static void mt_cpu_dequantize(const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    uint8_t *codes = (uint8_t *)(uintptr_t)a->codes;
+    float *inverse_scales = (float *)(uintptr_t)a->inverse_scales;
+    mt_fp8_matrix x = {codes, inverse_scales, a->C, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    enum { ROWS = 128 };
+    if (dtype == MT_F32) {
+        mt_fp8_load(a->out, &x, a->R, 0, a->R, 0, a->C);
+        return;
+    }
+    float *rows = mt_scratch_grow(ROWS * a->C);
+    for (int64_t first = 0, count; first < a->R; first += count) {
+        count = mt_min(ROWS, a->R - first);
+        mt_fp8_load(rows, &x, a->R, first, count, 0, a->C);
+        mt_row_store(a->out, first * a->C, rows, count * a->C, dtype);
+    }
+}
+
+/* True if values of a block times the scale are codes, to a few units in the last place of fp32. */
+static bool mt_fp8_block_is_exact(const float *x, int64_t rows, int64_t columns, int64_t stride, float scale) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            float value = x[r * stride + c], code = mt_f8_to_f32(mt_f8_encode(value * scale, true), MT_F8_E4M3);
+            if (!(fabsf(code / scale - value) <= 0x1p-20f * fabsf(value))) return false;
+        }
+    return true;
+}
+
+/* codes[R, C] and scales of a frozen weight, on the host, as those of MT_FP8_BLOCK_128. Scales are powers of two,
+ * unless the block's values are codes times another number, as in folders in fp8: then it is kept. */
+static void mt_fp8_base_quantize(uint8_t *codes, float *inverse_scales, const float *x, int64_t R, int64_t C) {
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = 0; r0 < R; r0 += 128)
+        for (int64_t c0 = 0; c0 < C; c0 += 128) {
+            int64_t rows = mt_min(R - r0, 128), columns = mt_min(C - c0, 128);
+            const float *block = x + r0 * C + c0;
+            float amax = 0;
+            for (int64_t r = 0; r < rows; r++) amax = mt_amax_merge(amax, mt_amax(block + r * C, columns));
+            float scale = mt_fp8_scale(amax, MT_F8_E4M3, true), own = mt_fp8_scale(amax, MT_F8_E4M3, false);
+            if (own != scale && !mt_fp8_block_is_exact(block, rows, columns, C, scale) &&
+                mt_fp8_block_is_exact(block, rows, columns, C, own))
+                scale = own;
+            inverse_scales[mt_fp8_scale_index(R, C, MT_FP8_BLOCK_128, r0, c0)] = 1.0f / scale;
+            for (int64_t r = 0; r < rows; r++) {
+                uint8_t *to = codes + (r0 + r) * C + c0;
+                const float *from = block + r * C;
+#pragma omp simd
+                for (int64_t c = 0; c < columns; c++) to[c] = mt_f8_encode(from[c] * scale, true);
+            }
+        }
+}
+
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
     for (int64_t i = 0; i < a->n; i++) {
         float current = a->history[i], amax = current, scale;
@@ -5269,6 +5320,7 @@ typedef struct mt_product {
     const mt_tensor_parallel *tp;
     const mt_linear *l;
     mt_linear_io io;             // of these rows
+    const void *w;               // the linear's weight; with codes in fp8 its values, or NULL if the codes are read
     int64_t T, first_row;        // rows, and the index of the first of them in the micro-batch
     bool omits_bias;             // forward: y is a partial sum; another rank adds the bias
     void *gelu;                  // forward: gelu(y), or NULL
@@ -5329,7 +5381,7 @@ static mt_fp8_matrix mt_fp8_weight(const mt_product *p, bool transposed) {
     const mt_linear *l = p->l;
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, p->w, l->N, NULL);
     a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
@@ -5525,7 +5577,7 @@ static mt_grouped_args mt_product_groups(const mt_product *p) {
                              .y = p->io.y,
                              .dy = p->io.dy,
                              .dx = p->io.dx,
-                             .w = p->l->weight.w,
+                             .w = p->w,
                              .dw = p->l->weight.dw};
 }
 
@@ -5544,7 +5596,7 @@ static void mt_multiply_forward(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_forward(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = l->weight.w, .bias = bias, .y = io->y};
+        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = p->w, .bias = bias, .y = io->y};
         if (p->gelu) {
             a.pre = io->y, a.y = p->gelu;
             ops->linear_gelu_forward(&a, dtype, stream);
@@ -5570,7 +5622,7 @@ static void mt_multiply_backward_input(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_backward_input(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = p->w, .dy = io->dy, .dx = io->dx};
         (p->gelu_of ? ops->linear_backward_gelu : ops->linear_backward_input)(&a, dtype, stream);
     }
 }
@@ -5735,17 +5787,27 @@ static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const m
                         .tp = pass.tp,
                         .l = l,
                         .io = *io,
+                        .w = l->weight.w,
                         .T = l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : pass.tp->rows,
                         .omits_bias = l->omits_bias};
 }
 
-static void mt_use_forward(const mt_product *p) {
+/* --lora-base-dtype fp8: computes the values of the weight, unless products read its codes. */
+static void mt_base_open(mt_product *p) {
+    const mt_fp8_base *base = p->l->base;
+    if (!base || (p->l->fp8 && p->l->fp8->gathered)) return;
+    for (int64_t i = 0; i < base->num_parts; i++) p->tp->ops->dequantize(&base->parts[i], p->tp->dtype, p->tp->stream);
+    p->w = base->parts[0].out;
+}
+
+static void mt_use_forward(mt_product *p) {
     const mt_tensor_parallel *tp = p->tp;
     const mt_linear *l = p->l;
     mt_fp8_begin(&p->pass, l, &p->io);
+    mt_base_open(p);
     if (l->kind == MT_LINEAR_ROUTER)
         tp->ops->router_logits(
-            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = l->weight.w, .bias = l->bias.w, .y = p->io.y},
+            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = p->w, .bias = l->bias.w, .y = p->io.y},
             tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(p);
@@ -5760,15 +5822,15 @@ static bool mt_linear_trains(const mt_linear *l) {
     return l->weight.dw || mt_linear_adapts(l);
 }
 
-static void mt_use_backward(const mt_product *use, int halves) {
-    mt_product p = *use;
+static void mt_use_backward(mt_product p, int halves) {
     if (!mt_linear_trains(p.l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(&p.pass, p.l, &p.io);
+    if (halves & MT_BACKWARD_INPUT) mt_base_open(&p);
     if (p.l->kind == MT_LINEAR_COLUMN) {
-        mt_column_backward(use, halves);
+        mt_column_backward(&p, halves);
     } else if (p.l->kind == MT_LINEAR_ROW) {
-        mt_row_backward(use, halves);
+        mt_row_backward(&p, halves);
     } else {
         mt_fp8_before_backward(&p, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
@@ -5789,14 +5851,14 @@ void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *l, const mt_li
 
 void mt_linear_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_product use = mt_linear_use(pass, l, io);
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, const void *gelu_of,
                              int halves) {
     mt_product use = mt_linear_use(pass, l, io);
     use.gelu_of = gelu_of;
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
@@ -7667,6 +7729,8 @@ struct mt_model {
     struct mt_experts *experts;
     struct mt_mtp *mtp;
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
+    bool has_base;                         // frozen weights in fp8: --lora-base-dtype
+    void *base_values;                     // room for those of one linear
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
@@ -13018,6 +13082,27 @@ static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) 
     return linear->fp8 ? linear : NULL;
 }
 
+/* --lora-base-dtype fp8: the parts of the linear that begins with this parameter, in memory of the bucket. */
+static void mt_base_bind(mt_model *m, const mt_bucket *b, const mt_param *param) {
+    mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+    mt_fp8_base *base = l->base;
+    const mt_param *end = m->params + b->first_param + b->num_params, *first = param;
+    base->num_parts = 0;
+    for (; param < end && (param == first || param->continues); param++) {
+        mt_dequantize_args *part = base->parts + base->num_parts, *last = base->num_parts > 0 ? part - 1 : NULL;
+        if (last && last->R % 128 == 0) {
+            last->R += param->rows;
+            continue;
+        }
+        *part = (mt_dequantize_args){(uint8_t *)b->params + param->place, b->scales + param->first_scale,
+                                     .R = param->rows, .C = param->cols};
+        part->out = mt_at(m->base_values, param->offset - first->offset, m->dtype);
+        base->num_parts++;
+    }
+    if (!l->fp8 || !l->fp8->gathered) return;
+    l->fp8->w.data = (uint8_t *)b->params + first->place, l->fp8->w.inverse_scales = b->scales + first->first_scale;
+}
+
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
@@ -13025,11 +13110,12 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_at(b->params, param->offset, b->dtype);
+        weight->w = b->params && !param->in_fp8 ? (char *)b->params + param->place : NULL;
         weight->dw = mt_at(b->grads, param->offset, MT_F32);
         weight->has_gradient = &m->sharding->has_gradient[i];
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
+        if (param->in_fp8) mt_base_bind(m, b, param);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
     if (m->params[b->first_param + b->num_params - 1].layer >= m->options->num_layers) mt_mtp_share(m);
@@ -13083,6 +13169,34 @@ static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
     free(cuts), free(given);
 }
 
+/* True if a layer's matrices of linears are in fp8 by --first-last-layers-bf16. */
+static bool mt_layer_takes_fp8(const mt_options *o, int64_t number) {
+    return !o->first_last_layers_bf16 ||
+           (number >= o->num_layers_at_start_in_bf16 && number < o->num_layers - o->num_layers_at_end_in_bf16);
+}
+
+/* Places of a bucket's parameters. --lora-base-dtype fp8: a byte for each element of a frozen linear; its parameters
+ * stay without a gap. */
+static void mt_bucket_place(mt_model *m, mt_bucket *b) {
+    const mt_options *o = m->options;
+    int64_t size = mt_dtype_size(b->dtype), end = 0;
+    bool may = m->plan.train && o->lora_rank > 0 && o->lora_base_dtype == MT_BASE_FP8 && !b->trained, any = false;
+    for (mt_param *param = m->params + b->first_param; param < m->params + b->first_param + b->num_params; param++) {
+        param->place = param->offset * size;
+        if (!may) continue;
+        param->in_fp8 = param->continues ? param[-1].in_fp8 : param->takes_fp8 && mt_layer_takes_fp8(o, param->layer);
+        any |= param->in_fp8;
+    }
+    for (mt_param *param = m->params + b->first_param; any && param < m->params + b->first_param + b->num_params;
+         param++) {
+        param->place = param->continues ? end : mt_align(end);
+        end = param->place + param->rows * param->cols * (param->in_fp8 ? 1 : size);
+        param->first_scale = b->num_scales;
+        if (param->in_fp8) b->num_scales += mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    }
+    if (any) b->bytes = mt_align(end);
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
  * aligned shards of equal size, unless these must begin and end at matrices. */
 static void mt_buckets_size(mt_model *m) {
@@ -13108,6 +13222,8 @@ static void mt_buckets_size(mt_model *m) {
         bool has_experts = b->group == &m->grid->expert_data;
         if (shards > 1 && b->trained) mt_bucket_share(m, b, loads + has_experts * ranks);
         b->v_count = mt_clamp(b->shard_first + b->shard_count - with_one, 0, b->shard_count);
+        b->bytes = b->count * mt_dtype_size(b->dtype);
+        mt_bucket_place(m, b);
     }
     free(loads);
 }
@@ -13211,9 +13327,10 @@ static void mt_sharding_start(mt_model *m) {
     mt_buckets_group(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
+        if (b->params) m->ops->memory_zero(b->params, b->bytes, m->stream);
+        if (b->num_scales > 0) m->ops->memory_zero(b->scales, b->num_scales * 4, m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
+        for (int state = b->params ? MT_STATE_MASTER : MT_STATE_WEIGHTS; state < MT_NUM_STATES; state++) {
             mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
@@ -13682,7 +13799,8 @@ static void mt_plan_buckets(mt_model *m) {
     mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER], *cache = &m->parts[MT_PART_CACHE];
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
-        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->bytes);
+        if (b->num_scales > 0) b->scales = mt_arena_alloc(arena, b->num_scales * 4);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_at(b->params, b->shard_first, b->dtype)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
         if (!m->plan.train || !b->trained) continue;
@@ -13734,6 +13852,7 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
+    MT_CHECK(b->num_scales == 0 || state != MT_STATE_WEIGHTS);
     MT_CHECK(!(m->resting_parts & (1u << MT_PART_PARAMS | (state != MT_STATE_WEIGHTS) << MT_PART_OPTIMIZER)));
     void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state == MT_STATE_EXP_AVG_SQ)
@@ -13742,6 +13861,14 @@ mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state
         return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_shard){b->params, 0, b->count, b->dtype};
+}
+
+mt_shard mt_state_shard(const mt_model *m, const mt_param *param, mt_param_state state) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    if (b->num_scales == 0 || state != MT_STATE_WEIGHTS) return mt_bucket_shard(m, param->bucket, state);
+    MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
+    return (mt_shard){(char *)b->params + param->place, param->offset, param->rows * param->cols,
+                      param->in_fp8 ? MT_F8_E4M3 : b->dtype};
 }
 
 void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *from, int64_t n) {
@@ -13761,7 +13888,44 @@ void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin,
     *end = mt_min(shard->first + shard->count - param->offset, param->rows * param->cols);
 }
 
+/* The scales of a frozen matrix in fp8. */
+static float *mt_base_scales(const mt_model *m, const mt_param *param, int64_t *count) {
+    *count = mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    return m->buckets[param->bucket].scales + param->first_scale;
+}
+
+static void mt_base_write(mt_model *m, const mt_param *param, const float *values) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales;
+    float *to = mt_base_scales(m, param, &num_scales), *inverse_scales = mt_calloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(shard.count);
+    mt_fp8_base_quantize(codes, inverse_scales, values, param->rows, param->cols);
+    mt_shard_write(m, &shard, shard.first, codes, shard.count);
+    mt_copy_wait(m, to, inverse_scales, num_scales * 4);
+    free(codes), free(inverse_scales);
+}
+
+/* values[n] = elements of a frozen matrix in fp8, from element `at` on. */
+static void mt_base_read(mt_model *m, const mt_param *param, int64_t at, float *values, int64_t n) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales, C = param->cols;
+    const float *from = mt_base_scales(m, param, &num_scales);
+    float *inverse_scales = mt_malloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(n);
+    m->ops->memory_copy(inverse_scales, from, num_scales * 4, m->stream);
+    mt_copy_wait(m, codes, (const uint8_t *)shard.data + at, n);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t block = mt_fp8_scale_index(param->rows, C, MT_FP8_BLOCK_128, (at + i) / C, (at + i) % C);
+        values[i] = mt_f8_to_f32(codes[i], MT_F8_E4M3) * inverse_scales[block];
+    }
+    free(codes), free(inverse_scales);
+}
+
 void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, const float *values) {
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_write(m, param, values);
+        return;
+    }
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t begin, end;
     mt_param_part(param, &shard, &begin, &end);
@@ -13774,11 +13938,15 @@ void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, co
 }
 
 void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_read(m, param, at, values, n);
+        return;
+    }
+    mt_shard shard = mt_state_shard(m, param, state);
     int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
     float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
     void *codes = mt_malloc(n * size);
-    if (mt_state_has_scale(shard.dtype))
+    if (state != MT_STATE_WEIGHTS && mt_state_has_scale(shard.dtype))
         m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
     mt_copy_wait(m, codes, (const char *)shard.data + first * size, n * size);
     mt_state_load(values, codes, 0, n, shard.dtype, amax);
@@ -15150,10 +15318,17 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
         if (!counts || count == 0) continue;
         bool is_exact = b->master && mt_state_dtype(m, MT_STATE_MASTER) == MT_F32;
         mt_dtype dtype = is_exact ? MT_F32 : b->dtype;
-        const void *values = mt_at(is_exact ? b->master : b->param_shard, begin, dtype);
+        const void *values = is_exact            ? mt_at(b->master, begin, dtype)
+                             : b->num_scales > 0 ? mt_state_shard(m, param, MT_STATE_WEIGHTS).data
+                                                 : mt_at(b->param_shard, begin, dtype);
         const void *grads = b->trained ? mt_at(b->grad_shard, begin, b->grad_dtype) : NULL;
         if (o->log_num_zeros_in_grad && grads) sums[0] += mt_measure(m, grads, count, b->grad_dtype, true, piece);
-        if (o->log_params_norm) sums[1] += mt_measure(m, values, count, dtype, false, piece);
+        for (int64_t at = 0, n; o->log_params_norm && param->in_fp8 && at < count; at += n) {
+            n = mt_min(MT_MEASURED_PIECE, count - at);
+            mt_state_read(m, param, MT_STATE_WEIGHTS, at, piece, n);
+            mt_cpu_ops.squared_norm(&sums[1], piece, n, MT_F32, NULL);
+        }
+        if (o->log_params_norm && !param->in_fp8) sums[1] += mt_measure(m, values, count, dtype, false, piece);
     }
     free(piece);
     mt_all_reduce_sum(&m->grid->world, sums, 2, MT_F64);
@@ -15163,11 +15338,11 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
 /* FNV-1a of a parameter's bytes, in the 52 bits that a double holds. */
 static double mt_param_hash(mt_model *m, const mt_param *param, void *piece) {
     const mt_bucket *b = &m->buckets[param->bucket];
-    int64_t n = param->rows * param->cols, size = mt_dtype_size(b->dtype);
+    int64_t n = param->rows * param->cols, size = param->in_fp8 ? 1 : mt_dtype_size(b->dtype);
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {
         int64_t bytes = mt_min(MT_MEASURED_PIECE, n - first) * size;
-        mt_copy_wait(m, piece, mt_at(b->params, param->offset + first, b->dtype), bytes);
+        mt_copy_wait(m, piece, (const char *)b->params + param->place + first * size, bytes);
         for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)piece)[i]) * 0x100000001b3u;
     }
     return (double)(hash >> 12);
@@ -15656,10 +15831,22 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         l->fp8->inverse_scales = mt_at(inverse_scales, operand * MT_FP8_SCALE_STEP, MT_F32);
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
-        if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
+        if (l->fp8->num_amaxes > 0) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
+}
+
+/* --lora-base-dtype fp8: the values of the largest frozen weight whose codes products do not read. */
+static void mt_plan_base(mt_model *m, mt_arena *arena) {
+    int64_t largest = 0, start = arena->used;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (!param->in_fp8 || param->continues) continue;
+        const mt_linear *l = (const mt_linear *)(const void *)mt_param_weight(m, param);
+        if (!l->fp8 || !l->fp8->gathered) largest = mt_max(largest, mt_max(l->num_experts, 1) * l->N * l->K);
+    }
+    m->base_values = mt_arena_alloc(arena, largest * mt_dtype_size(m->dtype));
+    m->bytes[MT_PLAN_FP8] += arena->used - start;
 }
 
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
@@ -15678,7 +15865,9 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
+    m->bytes[MT_PLAN_FP8] = 0;
     if (m->fp8) mt_plan_fp8(m, arena);
+    mt_plan_base(m, arena);
 }
 
 int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
@@ -15857,6 +16046,32 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
+/* --lora-base-dtype fp8: room for the parts of frozen weights. */
+static int mt_model_base(mt_model *m, mt_error *error) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        for (next = i + 1; next < m->num_params && m->params[next].continues;) next++;
+        if (!param->in_fp8) continue;
+        if (m->sharding->strategy == MT_SHARD_PARAMS)
+            return mt_error_set(error, "--lora-base-dtype fp8 keeps the frozen weights on every data-parallel rank; "
+                                       "take --data-parallel-sharding-strategy optim_grads, or leave it out");
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        l->base = mt_model_calloc(m, (int64_t)sizeof *l->base);
+        l->base->parts = mt_model_calloc(m, (next - i) * (int64_t)sizeof *l->base->parts);
+        m->has_base = true;
+    }
+    return 0;
+}
+
+/* True if products read the codes of a frozen weight: as it is stored, its blocks are those of the whole operand. */
+static bool mt_fp8_reads_base(const mt_model *m, const mt_linear *l, const mt_param *param, const mt_fp8 *recipe) {
+    if (!l->base || recipe->weight_blocks != MT_FP8_BLOCK_128) return false;
+    if (l->K % 128 != 0 || l->N % MT_FP8_WIDTH != 0 || (l->num_experts > 1 && l->N % 128 != 0)) return false;
+    for (const mt_param *next = param + 1; next < m->params + m->num_params && next->continues; next++)
+        if (next[-1].rows % 128 != 0) return false;
+    return true;
+}
+
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
     enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
@@ -15906,20 +16121,18 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
     f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
     f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
-    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
-    if (o->first_last_layers_bf16)
-        first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS && !m->has_base;
+    f->history_length = o->fp8_amax_history_len;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         mt_bucket *b = &m->buckets[param->bucket];
         int64_t number = param->layer, size = mt_dtype_size(b->dtype);
-        bool in_fp8 = param->takes_fp8 && number >= first && number < end;
+        bool in_fp8 = param->takes_fp8 && mt_layer_takes_fp8(o, number);
         if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
         if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
@@ -15927,7 +16140,8 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
+        bool reads_base = mt_fp8_reads_base(m, l, param, &f->recipe);
+        l->fp8->gathered = reads_base || (o->fp8_param_gather && b->strategy != MT_NO_SHARD);
         mt_layer *w = mt_layer_find(m, number);
         for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
             l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
@@ -15944,6 +16158,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
                                 (long long)l->K);
         if (!l->fp8->gathered) continue;
         l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
+        if (reads_base) continue;
         l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
         l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
@@ -16367,7 +16582,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_adapters(m);
     if (m->plan.num_adapters > 0)
         m->adapter_tables = mt_model_calloc(m, m->plan.num_adapters * (int64_t)sizeof *m->adapter_tables);
-    if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
+    bool failed = mt_model_base(m, error) != 0 || mt_model_fp8(m, o, error) != 0;
+    if (mt_agree(&grid->world, failed, error) != 0) return -1; // a stage has its own layers
     mt_mtp_share(m);
     mt_model_slots(m, m->options);
     mt_model_links(m);
@@ -16541,7 +16757,13 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    mt_shard shard = mt_state_shard(m, param, state);
+    bool quantizes = param->in_fp8 && state == MT_STATE_WEIGHTS;
+    int64_t bytes = shard.count * mt_dtype_size(m->dtype);
+    if (quantizes) { // drawn in the model's type first
+        shard.data = m->ops->memory_alloc_ordered(bytes, m->stream), shard.dtype = m->dtype;
+        m->ops->memory_zero(shard.data, bytes, m->stream);
+    }
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     // The parts of a dense MLP that is upcycled are chosen together: E / granularity rows, each repeated.
@@ -16554,6 +16776,16 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
         for (int64_t row = 0; row < rows; row++)
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
+    if (!quantizes) return;
+    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
+    mt_copy_wait(m, drawn, shard.data, bytes);
+    if (drawn != values) {
+        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
+        free(drawn);
+    }
+    mt_state_write(m, param, state, values);
+    free(values);
+    m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
 /* Master weights with a scale start as the weights, as in Transformer Engine. */

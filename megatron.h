@@ -389,6 +389,8 @@ typedef enum mt_fp8_recipe {
     MT_FP8_MXFP8       // 1 x 32
 } mt_fp8_recipe;
 typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
+/* The frozen matrices of layers below adapters: in the model's type, or in e4m3 with a scale for 128 x 128. */
+typedef enum mt_base_dtype { MT_BASE_AS_MODEL, MT_BASE_FP8 } mt_base_dtype;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -786,6 +788,7 @@ typedef struct mt_options {
     /* adapters; lora_rank 0: none */
     int64_t lora_rank;
     double lora_alpha, lora_dropout;
+    mt_base_dtype lora_base_dtype;
     /* derived values, which have no option */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
@@ -1111,6 +1114,15 @@ typedef struct mt_fp8_shard_args {
     const float *scale; // [1]: of delayed scaling; NULL: amax gives the scales
 } mt_fp8_shard_args;
 
+/* The operands of dequantize: out[R, C] = the values of codes[R, C] in e4m3, without gaps between rows; scales as those
+ * of MT_FP8_BLOCK_128. */
+typedef struct mt_dequantize_args {
+    const uint8_t *codes;
+    const float *inverse_scales; // [ceil(R / 128), ceil(C / 128) rounded up to 4]
+    int64_t R, C;
+    void *out;
+} mt_dequantize_args;
+
 /* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
 typedef struct mt_fp8_product_args {
     mt_fp8_matrix a, b;
@@ -1155,6 +1167,8 @@ typedef struct mt_fp8_scale_args {
        mt_stream *stream)                                                                                              \
     OP(fp8_shard_quantize, mt_work_bytes(a->n *(mt_dtype_size(dtype) + 1), MT_U8), (a, dtype, stream),                 \
        const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
+    OP(dequantize, mt_work_bytes(a->R * a->C * (1 + mt_dtype_size(dtype)), MT_U8), (a, dtype, stream),                 \
+       const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
     OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
        int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
@@ -2848,6 +2862,14 @@ typedef struct mt_fp8_linear {
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
+/* --lora-base-dtype fp8: the values of a frozen weight, which each use of its linear computes from codes into memory
+ * that all linears share. Scales begin anew with each parameter; neighbours whose blocks do not cut them are one part.
+ */
+typedef struct mt_fp8_base {
+    mt_dequantize_args *parts; // one after the other in the weight
+    int64_t num_parts;
+} mt_fp8_base;
+
 /* Memory for the adapters of one product at a time. */
 typedef struct mt_adapter_scratch {
     void *rows; // [2, T, widest R]
@@ -2884,6 +2906,7 @@ typedef struct mt_linear {
     mt_linear_kind kind;
     bool omits_bias;    // grouped: y is a partial sum, and another rank adds the bias
     mt_fp8_linear *fp8; // NULL: products in the type of activations
+    mt_fp8_base *base;  // of a weight that is stored in fp8, whose weight.w is NULL; NULL: it is not
     mt_adapter adapter; // R 0: none
 } mt_linear;
 
@@ -3318,6 +3341,9 @@ typedef struct mt_param {
     mt_optimizer optimizer; // that steps it
     bool joins;             // a step on matrices: it and the parameter before it are one matrix
     int64_t bucket, offset; // of its first element in the bucket
+    int64_t place;          // its first byte in mt_bucket.params
+    bool in_fp8;            // of a frozen matrix: codes in e4m3
+    int64_t first_scale;    // in_fp8: of its blocks in mt_bucket.scales
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
     const char *field_name; // private: its name there
@@ -3341,8 +3367,11 @@ typedef struct mt_bucket {
     int64_t decay_count;  // the leading elements with weight decay
     int64_t matrix_count; // the leading elements of matrices that a step takes whole: all with weight decay, or 0
     int64_t shard_first, shard_count;
-    mt_share *shares;    // [group->size] the shards of all ranks; NULL: equal ones, or one
-    void *params;        // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    mt_share *shares; // [group->size] the shards of all ranks; NULL: equal ones, or one
+    void *params;     // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    int64_t bytes;    // of params: count elements, or the places of parameters if some are in fp8
+    float *scales;    // [num_scales] inverse ones, of the parameters in fp8
+    int64_t num_scales;
     float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
@@ -3876,6 +3905,9 @@ typedef struct mt_shard {
 } mt_shard;
 mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state state);
 
+/* The same for a parameter: the shard of its bucket, or where that has weights in fp8, the parameter's own. */
+mt_shard mt_state_shard(const mt_model *model, const mt_param *param, mt_param_state state);
+
 /* Sets the shard's part of elements [at, at + n) of its bucket from host memory of the shard's type, or to zero if
  * `from` is NULL. Enqueued on the model's stream; invalidates gathered copies. */
 void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const void *from, int64_t n);
@@ -3884,8 +3916,8 @@ void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const vo
 void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end);
 
 /* Sets this rank's part of a state with scales, which mt_param_part gives and is not empty, from its values in host
- * memory, and its scale. Reads n elements of that part of any state, from element `at` of the parameter on. Both wait
- * for the device. */
+ * memory, and its scale; weights in fp8: those of all blocks. Reads n elements of that part of any state, from element
+ * `at` of the parameter on. Both wait for the device. */
 void mt_state_write(mt_model *model, const mt_param *param, mt_param_state state, const float *values);
 void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n);
 

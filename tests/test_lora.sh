@@ -27,6 +27,30 @@ a_run_resumes_from_its_adapter() {
         cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ]
 }
 
+# A base in fp8: a run that stops and resumes; its adapter is merged into the folder of the base. With --fp8-recipe
+# blockwise products read the codes of a model whose matrices are 128 wide: the losses are those of quantized weights.
+a_base_in_fp8_trains_resumes_and_merges() {
+    set -- --lora-base-dtype fp8 --lr-decay-iters 5 --log-params-norm
+    tunes "$@" --train-iters 5 --metrics "$work/whole8" &&
+        tunes "$@" --train-iters 3 --metrics "$work/first8" --save "$work/save8" &&
+        tunes "$@" --train-iters 5 --metrics "$work/second8" --save "$work/save8" --auto-resume &&
+        losses "$work/whole8" >"$work/expected" &&
+        { losses "$work/first8" && losses "$work/second8"; } >"$work/actual" &&
+        cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    "$infer" --load $base --load-adapter "$work/save8" --merge-adapter "$work/merged8" --device cpu >"$work/out" \
+        2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out" || return 1
+    set -- --mock-data --vocab-size 64 --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 2 \
+        --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 16 \
+        --hidden-dropout 0 --attention-dropout 0 --global-batch-size 2 --train-iters 3 --lr 1e-2 --device cpu \
+        --lora-rank 2 --lora-target all-linear --fp8-format e4m3 --fp8-recipe blockwise
+    "$train" "$@" --metrics "$work/codes" >"$work/out" 2>"$work/err" </dev/null &&
+        "$train" "$@" --lora-base-dtype fp8 --metrics "$work/codes8" >"$work/out" 2>"$work/err" </dev/null &&
+        losses "$work/codes" >"$work/expected" && losses "$work/codes8" >"$work/actual" &&
+        cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    refused 'lora-base-dtype fp8 and --stage rl exclude each other' "$train" --load $base --stage rl --data-path none \
+        --lora-rank 2 --lora-target q_proj --lora-base-dtype fp8 --train-iters 1 --lr 1 --device cpu
+}
+
 scores() {
     "$infer" --device cpu --score $base/tokens.i32 --seq-length 32 "$@" >"$work/out" 2>"$work/err" </dev/null
 }
@@ -413,6 +437,7 @@ the_reference_of_adapters_is_their_base() {
 }
 
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter
+check a_base_in_fp8_trains_resumes_and_merges a_base_in_fp8_trains_resumes_and_merges
 check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adapter
 check merging_beside_other_files_sums_its_own merging_beside_other_files_sums_its_own
 check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing

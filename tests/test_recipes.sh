@@ -147,7 +147,9 @@ recipe() {
 recipes_say_what_the_planner_finds() {
     recipe gpt-oss-20b-eight-h200 8 && recipe glm-4.5-air-64-h200 64 && recipe qwen3-next-80b-a3b-64-h200 64 &&
         recipe qwen3-next-80b-a3b-lora-eight-h200 8 && recipe qwen3.5-35b-a3b-eight-h200 8 &&
-        recipe gpt2-124m-one-t4 1 t4 && recipe qwen3-8b-lora-24gb 1 rtx4090
+        recipe gpt2-124m-one-t4 1 t4 && recipe qwen3-8b-lora-24gb 1 rtx4090 && recipe llama3-70b-lora-one-h200 1 &&
+        refused 'a GPU needs 150.* GiB, with CUDA and libraries, and the NVIDIA H200' "$train" --config \
+            data/recipes/llama3-70b-lora-one-h200.yaml --lora-base-dtype model --mock-data --explain --gpu h200 --gpus 1
 }
 
 # The small GPUs of data/machines: each has a time, which falls from card to card; a T4 has no bf16.

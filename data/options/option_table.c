@@ -1453,6 +1453,11 @@ const mt_option mt_option_table[] = {
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
+    {"lora-base-dtype", MT_CHOICE, MT_AT(stack.lora_base_dtype), MT_TRAIN, MT_OF_RUN, "model", "model|fp8",
+     "the frozen matrices of layers; fp8: in e4m3 with a scale for 128 x 128, half the memory of bf16; products read "
+     "their values in the model's type, and with --fp8-recipe blockwise the codes themselves",
+     .needs = "fp8: lora-rank", .excludes = "fp8: stage rl, fp8: data-parallel-sharding-strategy optim_grads_params",
+     .own = true},
     {"convert", MT_STRING, MT_AT(convert), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for "
      "one tensor",
