@@ -629,6 +629,28 @@ typedef enum mt_indexer_ties {
     MT_TIES_FIRST  // the earlier ones
 } mt_indexer_ties;
 
+/* The vision tower before a decoder: of Qwen2.5-VL (Bai et al., "Qwen2.5-VL technical report"), or of Qwen3-VL and
+ * Qwen3.5 (Bai et al., "Qwen3-VL technical report"). */
+typedef enum mt_vision_tower { MT_VISION_NONE, MT_VISION_QWEN2_5, MT_VISION_QWEN3 } mt_vision_tower;
+
+enum { MT_MAX_VISION_LAYERS = 64, MT_IMAGE_CHANNELS = 3 };
+
+typedef struct mt_vision_options {
+    mt_vision_tower tower;
+    int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads;
+    int64_t patch_size;          // pixels of a side
+    int64_t temporal_patch_size; // frames of a patch; an image is repeated
+    int64_t spatial_merge_size;  // side of the square of patches that becomes one token
+    int64_t num_positions;       // QWEN3: learned positions, a square that is stretched over each image
+    int64_t window_size;         // QWEN2_5: pixels of the side of a window
+    uint64_t full_layers;        // QWEN2_5: bits of the layers whose patches see the whole image; others see a window
+    uint64_t deepstack_layers;   // QWEN3: bits of the layers whose outputs are added behind the decoder's first layers
+    int64_t image_token_id;      // the placeholder of a merged patch
+    int64_t video_token_id, start_token_id, end_token_id; // not read by the stack: videos are not
+    bool freeze, freeze_projector;                        // the tower without its mergers; its mergers
+    int64_t max_patches; // of the images of a micro-batch; 0: as many as its tokens can hold
+} mt_vision_options;
+
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
  * underscores. mt_run_options (data/options/options.h) holds this struct and the options that only files, terminals,
  * reports and rewards need, and data/options/option_table.c each one's default, range and help. A number 0 and a string
@@ -683,6 +705,11 @@ typedef struct mt_options {
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
     double window_rotary_base; // of layers with a window, whose RoPE is not scaled; 0: as other layers
+    // RoPE of tokens with three coordinates (frame, row, column): pairs of channels that rotate by each; count 0: all
+    // tokens have one. Interleaved: pairs 1, 4, 7 ... rotate by the row and 2, 5, 8 ... by the column; else in sections
+    mt_ints mrope_section;
+    bool mrope_interleaved;
+    mt_vision_options vision;
     bool rotary_interleaved;
     mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
@@ -3268,6 +3295,29 @@ typedef enum mt_role {
                          // share
     MT_DECODER_RELATIVE,
     MT_ENCODER_NORM, // after the last layer of the encoder
+    MT_VISION_PATCH, // this and the next twenty-two: the vision tower: patches into its width,
+    MT_VISION_PATCH_BIAS,
+    MT_VISION_POSITIONS,
+    MT_VISION_NORM1, // its layers, to MT_VISION_DOWN_BIAS,
+    MT_VISION_NORM1_BIAS,
+    MT_VISION_QKV,
+    MT_VISION_QKV_BIAS,
+    MT_VISION_O,
+    MT_VISION_O_BIAS,
+    MT_VISION_NORM2,
+    MT_VISION_NORM2_BIAS,
+    MT_VISION_GATE,
+    MT_VISION_GATE_BIAS,
+    MT_VISION_UP,
+    MT_VISION_UP_BIAS,
+    MT_VISION_DOWN,
+    MT_VISION_DOWN_BIAS,
+    MT_MERGER_NORM, // and its mergers
+    MT_MERGER_NORM_BIAS,
+    MT_MERGER_FC1,
+    MT_MERGER_FC1_BIAS,
+    MT_MERGER_FC2,
+    MT_MERGER_FC2_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -3284,6 +3334,10 @@ typedef enum mt_unit {
     MT_UNIT_ENCODER_OUTPUT, // the norm of the encoder's output
     MT_UNIT_ADAPTERS,       // of a layer
     MT_UNIT_EXPERT_ADAPTERS,
+    MT_UNIT_VISION_INPUT, // these four, of a vision tower: patch embedding and positions,
+    MT_UNIT_VISION_LAYER, // each layer,
+    MT_UNIT_MERGER,       // the merger behind the last one,
+    MT_UNIT_DEEPSTACK,    // and each of the mergers behind others
 } mt_unit;
 
 /* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
@@ -3307,6 +3361,8 @@ typedef enum mt_gradient {
     MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
 
+enum { MT_PARAM_DIMS = 5 }; // the most that a tensor of a parameter has
+
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
 typedef struct mt_param {
     mt_role role;
@@ -3314,12 +3370,15 @@ typedef struct mt_param {
     mt_unit unit;
     int64_t layer;         // number in the whole model; -1: outside the layers
     int64_t expert;        // number in the layer; -1: none
+    int64_t vision_part;   // of a vision tower: the layer of the tower, or the merger: 0 behind the last layer, from 1
+                           // on those of deepstack; -1: not of a tower. `layer` is -1 then
     char hf_name[160];     // the Hugging Face tensor that holds it
     int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total; // rows of that whole tensor
     int64_t hf_groups;   // the tensor's rows are so many groups, one after the other, each with a part of the parameter
     bool hf_has_channel; // the tensor is [rows, 1, cols]
     bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
+    int64_t hf_cols[4];  // the tensor is [rows, these]: of a convolution over patches; 0: [rows, cols]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up
@@ -3468,6 +3527,20 @@ typedef struct mt_encoder_batch {
     mt_span *spans; // not causal; room for one a token
 } mt_encoder_batch;
 
+/* Rows and columns of an image's patches, both multiples of spatial_merge_size. */
+typedef struct mt_image_grid {
+    int64_t height, width;
+} mt_image_grid;
+
+/* The images of a micro-batch, in the order of their placeholders: an image has one token image_token_id for each
+ * square of spatial_merge_size^2 patches, and these stand together in one sequence. */
+typedef struct mt_image_batch {
+    int64_t num_images;
+    mt_image_grid *grids; // [num_images]
+    float *patches;       // [patches, channels, frames, patch_size, patch_size] of one image after the other: square by
+                          // square, and within a square row by row
+} mt_image_batch;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -3485,6 +3558,7 @@ typedef struct mt_batch {
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     mt_encoder_batch encoder;               // of an encoder-decoder, whose decoder has the other fields
+    mt_image_batch images;                  // of a model with a vision tower
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -3495,6 +3569,17 @@ void mt_batch_free(mt_batch *batch);
 
 /* Gives an allocated batch room for up to max_tokens tokens of an encoder; mt_batch_free frees them too. */
 void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
+
+/* Gives an allocated batch room for images of up to max_patches patches; mt_batch_free frees them too. */
+void mt_batch_alloc_images(mt_batch *batch, const mt_options *options, int64_t max_patches);
+
+/* The numbers of a patch; the patches of the images of a micro-batch of `tokens` tokens, for which memory is planned; 0
+ * without a vision tower. */
+int64_t mt_patch_values(const mt_options *options);
+int64_t mt_max_patches(const mt_options *options, int64_t tokens);
+
+/* Rules between the options of a vision tower and others, and between it and the layout. */
+int mt_vision_check(const mt_options *options, mt_error *error);
 
 /* The sequences of a micro-batch of an evaluation, and the most that a micro-batch has, for which memory is planned. */
 int64_t mt_eval_micro_batch_size(const mt_options *options);
@@ -3618,6 +3703,7 @@ typedef struct mt_model_plan {
     int64_t cache_rows;      // key/value cache rows a layer; 0: none
     int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
     int64_t max_inputs;      // of an encoder-decoder with a cache: tokens of a sequence for the encoder
+    int64_t max_patches;     // of the images of a micro-batch; 0: none has any
     int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
     int64_t max_position;    // positions that tokens may have (rotary tables)
     int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any

@@ -1318,7 +1318,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
-    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error) || mt_vision_check(&o->stack, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&
         o->stack.data_parallel_size * o->stack.context_parallel_size > 1)
         return mt_error_set(error,

@@ -72,6 +72,8 @@ typedef struct mt_run_options {
     char *window_attn_skip_freq;       // as text, NULL: all layers have the window; see stack.window_layers
     char *no_rope_freq;                // as text, NULL: all layers have RoPE; see stack.rope_layers
     char *moe_layer_freq;              // as text; see stack.moe_layers
+    mt_strings vision_full_attention_layers, vision_deepstack_layers; // see stack.vision
+    bool language_model_only;                                         // no vision tower
     bool use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     double yarn_mscale;
