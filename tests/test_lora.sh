@@ -156,9 +156,9 @@ an_adapter_brings_its_chat_template() {
     "$train" --load "$work/base" --load-adapter "$work/talks" --finetune --sft --train-data-path "$work/talk.jsonl" \
         --train-iters 1 --lr 1e-3 --seq-length 32 --save "$work/more" --device cpu >"$work/out" 2>"$work/err" \
         </dev/null && cmp "$work/talks/latest/chat_template.jinja" "$work/more/latest/chat_template.jinja" || return 1
-    mkdir "$work/other" && cp "$work/talks/latest"/adapter_* "$work/other" || return 1
-    sed 's/"a":65,"b":66/"a":66,"b":65/' "$work/base/tokenizer.json" >"$work/other/tokenizer.json"
-    refused 'token .* is another text in ' "$infer" --load "$work/base" --load-adapter "$work/other" \
+    mkdir "$work/exchanged" && cp "$work/talks/latest"/adapter_* "$work/exchanged" || return 1
+    sed 's/"a":65,"b":66/"a":66,"b":65/' "$work/base/tokenizer.json" >"$work/exchanged/tokenizer.json"
+    refused 'token .* is another text in ' "$infer" --load "$work/base" --load-adapter "$work/exchanged" \
         --prompt a --max-new-tokens 1 --device cpu
 }
 
