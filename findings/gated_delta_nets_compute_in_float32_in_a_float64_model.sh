@@ -14,7 +14,8 @@
 # Output seen:
 #   transformers 5.23.0
 #   Qwen3_5MLP: output torch.float64, difference quotient within 1e-7 of the gradient: True
-#   Qwen3_5GatedDeltaNet: output torch.float64, difference quotient within 1e-7 of the gradient: False, within 1e-4: False
+#   Qwen3_5GatedDeltaNet: output torch.float64, difference quotient within 1e-7 of the gradient: False, within
+#   1e-4: False
 # Exit status: 0 if the behaviour is still this one, 1 if it has changed, 77 without the packages.
 set -u
 work=$(mktemp -d) || exit 1
