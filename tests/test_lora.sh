@@ -137,6 +137,31 @@ what_a_folder_says_goes_with_every_save() {
         --merge-adapter "$work/settled" --device cpu >"$work/out" 2>"$work/err" </dev/null && taken "$work/settled"
 }
 
+# peft's users save the tokenizer beside the adapter, with the template of its conversations.
+an_adapter_brings_its_chat_template() {
+    rm -rf "$work/base" && cp -R $base "$work/base" && chmod -R u+w "$work/base" || return 1
+    cp tests/golden/tokenizer/bytelevel.json "$work/base/tokenizer.json"
+    echo '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}' >"$work/talk.jsonl"
+    echo '{"messages": [{"role": "user", "content": "a"}]}' >"$work/ask.jsonl"
+    "$train" --load "$work/base" --lora-rank 2 --lora-target q_proj --sft --train-data-path "$work/talk.jsonl" \
+        --chat-template plain --train-iters 1 --lr 1e-3 --seq-length 32 --save "$work/talks" --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null && [ -s "$work/talks/latest/chat_template.jinja" ] || return 1
+    refused 'has no chat template' "$infer" --load "$work/base" --prompts "$work/ask.jsonl" \
+        --out "$work/said" --max-new-tokens 1 --device cpu
+    "$infer" --load "$work/base" --load-adapter "$work/talks" --prompts "$work/ask.jsonl" \
+        --out "$work/said" --max-new-tokens 1 --device cpu >"$work/out" 2>"$work/err" </dev/null &&
+        "$infer" --load "$work/base" --load-adapter "$work/talks" --merge-adapter "$work/talked" --device cpu \
+            >"$work/out" 2>"$work/err" </dev/null &&
+        cmp "$work/talks/latest/chat_template.jinja" "$work/talked/chat_template.jinja" || return 1
+    "$train" --load "$work/base" --load-adapter "$work/talks" --finetune --sft --train-data-path "$work/talk.jsonl" \
+        --train-iters 1 --lr 1e-3 --seq-length 32 --save "$work/more" --device cpu >"$work/out" 2>"$work/err" \
+        </dev/null && cmp "$work/talks/latest/chat_template.jinja" "$work/more/latest/chat_template.jinja" || return 1
+    mkdir "$work/exchanged" && cp "$work/talks/latest"/adapter_* "$work/exchanged" || return 1
+    sed 's/"a":65,"b":66/"a":66,"b":65/' "$work/base/tokenizer.json" >"$work/exchanged/tokenizer.json"
+    refused 'token .* is another text in ' "$infer" --load "$work/base" --load-adapter "$work/exchanged" \
+        --prompt a --max-new-tokens 1 --device cpu
+}
+
 # A damaged tokenizer ends a run; one of a kind that this program lacks is copied, with a line.
 a_folder_does_not_lose_its_tokenizer() {
     rm -rf "$work/kind" && cp -R $base "$work/kind" && chmod -R u+w "$work/kind" || return 1
@@ -432,6 +457,7 @@ check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a
 check a_run_goes_on_with_adapters_or_without_as_it_began a_run_goes_on_with_adapters_or_without_as_it_began
 check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused
+check an_adapter_brings_its_chat_template an_adapter_brings_its_chat_template
 check an_adapter_is_no_model an_adapter_is_no_model
 check the_reference_of_adapters_is_their_base the_reference_of_adapters_is_their_base
 exit $failed
