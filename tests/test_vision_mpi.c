@@ -18,6 +18,8 @@ static const char *const layouts[] = {
     " --tensor-model-parallel-size 4" SP,
     PP,
     TP PP,
+    PP " --pipeline-schedule zb-h1",
+    TP PP " --num-layers-per-virtual-pipeline-stage 1",
     TP SP PP " --recompute-granularity full",
     TP SP " --tp-comm-overlap",
     TP " --use-distributed-optimizer" OVERLAP,
@@ -44,6 +46,7 @@ static void five_steps_equal_pytorch_on_every_layout(void **state) {
     for (int k = 0; k < NUM_MODELS; k++)
         for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
             double losses[STEPS], norms[STEPS];
+            if (strstr(layouts[i], "virtual") && strcmp(models[k].name, "qwen3_vl") == 0) continue; // see deepstack
             mt_grid grid = grid_of(models[k].name, layouts[i]);
             train_five_steps(models[k].name, &grid, 1, layouts[i], losses, norms);
             assert_expected(k, layouts[i], losses, norms);
