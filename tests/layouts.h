@@ -1893,6 +1893,7 @@ static const layout with_adapters[] = {
     {4, ADAPTED_EXPERTS, TP "2" SP EP "2" ETP "1" SHARD "optim_grads_params" PREFETCH},
     {4, ADAPTED_EXPERTS, EP "2" ETP "2"},
     {4, ADAPTED_GPT2, TP "2" SP CP "2"},
+    {4, ADAPTED_BASE, TP "2" SP PP "2" SHARD "optim"},
 };
 
 static const layout with_adapters_in_bf16[] = {

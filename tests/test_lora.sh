@@ -43,10 +43,14 @@ a_base_in_fp8_trains_resumes_and_merges() {
         --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 16 \
         --hidden-dropout 0 --attention-dropout 0 --global-batch-size 2 --train-iters 3 --lr 1e-2 --device cpu \
         --lora-rank 2 --lora-target all-linear --fp8-format e4m3 --fp8-recipe blockwise
-    "$train" "$@" --metrics "$work/codes" >"$work/out" 2>"$work/err" </dev/null &&
-        "$train" "$@" --lora-base-dtype fp8 --metrics "$work/codes8" >"$work/out" 2>"$work/err" </dev/null &&
-        losses "$work/codes" >"$work/expected" && losses "$work/codes8" >"$work/actual" &&
-        cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    for experts in "" "--num-experts 4 --moe-ffn-hidden-size 128"; do
+        # shellcheck disable=SC2086
+        "$train" "$@" $experts --metrics "$work/codes$experts" >"$work/out" 2>"$work/err" </dev/null &&
+            "$train" "$@" $experts --lora-base-dtype fp8 --metrics "$work/codes8$experts" >"$work/out" 2>"$work/err" \
+                </dev/null && losses "$work/codes$experts" >"$work/expected" &&
+            losses "$work/codes8$experts" >"$work/actual" && cmp "$work/expected" "$work/actual" &&
+            [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    done
     refused 'lora-base-dtype fp8 and --stage rl exclude each other' "$train" --load $base --stage rl --data-path none \
         --lora-rank 2 --lora-target q_proj --lora-base-dtype fp8 --train-iters 1 --lr 1 --device cpu
 }

@@ -150,11 +150,12 @@ recipes_say_what_the_planner_finds() {
         recipe gpt2-124m-one-t4 1 t4 && recipe qwen3-8b-lora-24gb 1 rtx4090
 }
 
-# Adapters on a base in fp8: of 70 billion parameters on one H200, which has no room for a base in bf16; of 8 billion on
-# a T4, and on 12 GB as its recipe says.
+# Adapters on a base in fp8: of 70 billion parameters on one H200, which has no room for a base in bf16; of the 671
+# billion of DeepSeek-V3 on eight; of 8 billion on a T4, and on 12 GB as its recipe says.
 a_base_in_fp8_fits_where_one_in_bf16_does_not() {
     explained="--mock-data --explain --gpus 1 --gpu"
-    recipe llama3-70b-lora-one-h200 1 && recipe qwen3-8b-lora-one-t4 1 t4 || return 1
+    recipe llama3-70b-lora-one-h200 1 && recipe qwen3-8b-lora-one-t4 1 t4 &&
+        recipe deepseek-v3-lora-eight-h200 8 || return 1
     # shellcheck disable=SC2086
     refused 'a GPU needs 150.* GiB, with CUDA and libraries, and the NVIDIA H200' "$train" --config \
         data/recipes/llama3-70b-lora-one-h200.yaml --lora-base-dtype model $explained h200 || return 1
