@@ -329,6 +329,7 @@ static const row rl_rows[] = {
      "--rollout-is-batch-normalize;--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 0.5,0.1_10"},
     {25, RL, "--rollout-is&--rollout-rs&optimal_token", "--bypass-mode"},
     {20, RL, "", "--bitwise-rollouts"},
+    {25, RL, "", "--rollout-lag 1;--rollout-lag 2"},
     {20, RL, "",
      "--distillation-in loss --self-distillation lagging --teacher-interval 2;--distillation-in policy-gradient "
      "--distillation-loss-max-clamp 0.1 --self-distillation lagging --teacher-interval 2;--distillation-in advantages "

@@ -143,6 +143,42 @@ a_model_teaches_itself() {
         --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --chat-template plain "$@" --train-iters 9
 }
 
+# The first iterations have the responses of the first weights; then each has those of some iterations ago. A run that
+# resumes has the responses that waited.
+responses_wait_for_their_iteration() {
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --ppo-epochs 2 --global-batch-size 8
+    learn 1 "$work/still" "$@" --lr 1e-30 --train-iters 3 && set -- "$@" --lr 1e-3 &&
+        learn 1 "$work/whole" "$@" --train-iters 6 --rollout-lag 2 &&
+        series staleness "$work/whole" | tr '\n' ' ' | grep -q '^0 1 2 2 2 2 $' || return 1
+    for key in reward entropy; do
+        series $key "$work/whole" | head -n 3 >"$work/a" && series $key "$work/still" | cmp -s - "$work/a" || return 1
+    done
+    for method in '' '--dynamic-sampling --rollout-is token --rollout-rs token_k1 --rollout-rs-threshold 0.5_2' \
+        '--adv-estimator remax --bypass-mode'; do
+        # shellcheck disable=SC2086
+        rm -rf "$work/late" && learn 1 "$work/whole" "$@" --train-iters 6 --rollout-lag 2 $method &&
+            learn 1 "$work/parts" "$@" --train-iters 3 --rollout-lag 2 $method --save "$work/late" &&
+            [ -s "$work/late/iter_0000003/rollouts.bin" ] || return 1
+        # shellcheck disable=SC2086
+        "$train" --stage rl --load "$work/late" --save "$work/late" --data-path "$work/rl.jsonl" --seq-length 16 \
+            --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" $method \
+            --rollout-lag 2 --train-iters 6 >"$work/out" 2>"$work/err" || return 1
+        for key in reward lm_loss grad_norm staleness; do
+            same_series "$work/whole" "$work/parts" 0 1 $key || return 1
+        done
+    done
+    # the second weights write the third batch: with a lag of 1, or where a run without one goes on with it
+    learn 1 "$work/lag" "$@" --train-iters 3 --rollout-lag 1 && rm -rf "$work/late" &&
+        learn 1 "$work/first" "$@" --train-iters 1 --save "$work/late" || return 1
+    # shellcheck disable=SC2086
+    "$train" --stage rl --load "$work/late" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --micro-batch-size 4 --log-interval 1 --metrics "$work/second" $common "$@" --rollout-lag 1 --train-iters 3 \
+        >"$work/out" 2>"$work/err" || return 1
+    for key in reward entropy; do
+        [ "$(series $key "$work/lag" | tail -n 1)" = "$(series $key "$work/second" | tail -n 1)" ] || return 1
+    done
+}
+
 teachers_are_refused() {
     set -- "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
         --chat-template plain --train-iters 1 --lr 1e-3
@@ -659,6 +695,7 @@ check a_student_learns_from_its_teacher a_student_learns_from_its_teacher
 check each_prompt_has_its_teacher each_prompt_has_its_teacher
 check a_model_teaches_itself a_model_teaches_itself
 check teachers_are_refused teachers_are_refused
+check responses_wait_for_their_iteration responses_wait_for_their_iteration
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 check rewards_are_added_up rewards_are_added_up
 check bypass_mode_takes_the_generators_log_probabilities bypass_mode_takes_the_generators_log_probabilities

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=1
 
 # The epsilon keeps AdamW from dividing gradients that are rounding errors by their own size.
 every_layout_does_the_same() {
-    for method in "--adv-estimator grpo --dynamic-sampling" \
+    for method in "--adv-estimator grpo --dynamic-sampling --rollout-lag 1" \
         "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
         "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --temperature 0.7"; do
         set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \

@@ -214,8 +214,8 @@ environments_give_way_to_prompts() {
             --role actor_train --print-config &&
         refuses 'images and videos are not read: .*image_max_pixels\|image_max_pixels is not supported: images' \
             'sft_train: {data_args: {image_max_pixels: 9}}' &&
-        printf '%s\n' 'async_generation_ratio: 1' 'actor_train: {model_args: {dtype: bf16}}' >"$work/late.yaml" &&
-        refused 'can only be 0|0.0 here: the present weights' "$train" --config "$work/late.yaml" --role actor_train
+        printf '%s\n' 'async_generation_ratio: 0.5' 'actor_train: {model_args: {dtype: bf16}}' >"$work/late.yaml" &&
+        refused 'cannot be 0.5: whole batches wait' "$train" --config "$work/late.yaml" --role actor_train
 }
 
 # ROLL's micro-batches by tokens: for samples of files --variable-seq-lengths with the budget of a context rank, for
@@ -693,8 +693,8 @@ properties_are_fixed() {
         'enable_reference: true' 'train_infer_correction: {is_weight: {enabled: false, upper_bound: 1.2}}' \
         'dataset_filter: {source: ~, num_samples: 0}'
     printf '%s\n' "$@" >"$work/fixed.yaml"
-    prints "$work/fixed.yaml" actor_train && unused async_generation_ratio 'the present weights' || return 1
-    refuses_changes fixed 's/ratio: 0/ratio: 1=async_generation_ratio can only be 0' \
+    prints "$work/fixed.yaml" actor_train && sets async_generation_ratio rollout-lag 0 || return 1
+    refuses_changes fixed 's/ratio: 0/ratio: 0.5=async_generation_ratio cannot be 0.5' \
         's/warmup: 0/warmup: 3=critic_warmup can' \
         's/enabled: false/enabled: true=enabled is not supported' 's/source: ~/source: a=source is not supported' \
         's/num_samples: 0/num_samples: 5=num_samples can only be 0' 's/mask_type: loss/mask_type: all=mask_type can'

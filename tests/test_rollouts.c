@@ -2,6 +2,7 @@
  * their way to scores, advantages and micro-batches. */
 #include "data/base/file.h"
 #include "data/tokens/tokenizer_vocab.h"
+#include "data/learn/pending.h"
 #include "data/learn/rollouts.h"
 #include "data/options/option_table.h"
 
@@ -782,6 +783,60 @@ static int close_all(void **state) {
     return remove_root(state);
 }
 
+/* Batches that wait are read as they were written; a file of any other length is refused. */
+static void pending_batches_are_read_as_written(void **state) {
+    (void)state;
+    mt_samples prompts;
+    mt_error error;
+    mt_rollout_config config = {.max_new_tokens = 6, .overlong = MT_OVERLONG_MASK};
+    mt_pending written[2] = {{.iteration = 3, .rounds = 2, .entropy = 0.25, .mismatch = {.kl = 0.5}}, {.cut = 0.125}};
+    mt_pending read[2] = {{.iteration = 0}};
+    enum { ROW = 3 };
+    begin_step(&written[0].rollouts, &prompts);
+    mt_rollouts *r = &written[0].rollouts;
+    int64_t order[] = {2};
+    uint8_t *is_written = mt_malloc(2);
+    is_written[0] = 1, is_written[1] = 0;
+    mt_rollouts_set_turns(r, 1, (mt_turns){.is_written = is_written, .count = 2, .last = 1, .reward = 0.5});
+    mt_rollouts_keep_part(r, 0, 0);
+    mt_rollouts_select(r, &config);
+    float *keeps = mt_calloc(r->T * 4);
+    for (int64_t t = 0; t < r->T; t++) {
+        keeps[t] = t % 3 > 0;
+        r->inputs[MT_OLD_LOGP][t] = -0.1 * (double)t, r->inputs[MT_ROLLOUT_WEIGHTS][t] = 1 + (double)t;
+        r->squares[t] = 0.01 * (double)t;
+    }
+    mt_rollouts_keep(r, keeps);
+    written[0].routes.experts = mt_calloc(r->T * ROW * 4);
+    for (int64_t i = 0; i < r->T * ROW; i++) written[0].routes.experts[i] = (float)i;
+    mt_rollouts_begin(&written[1].rollouts, &prompts, order, 1, 1);
+    mt_rollouts_set(&written[1].rollouts, 0, (const int32_t[]){7}, 1, true);
+    written[1].rollouts.scores[0] = NAN;
+    mt_rollouts_select(&written[1].rollouts, &config);
+    int64_t size, again;
+    char *bytes = mt_pending_write(written, 2, ROW, &size);
+    assert_int_equal(mt_pending_read(read, 2, bytes, size, ROW, &prompts, &config, &error), 2);
+    char *copy = mt_pending_write(read, 2, ROW, &again);
+    assert_int_equal(size, again);
+    assert_memory_equal(bytes, copy, (size_t)size);
+    const mt_rollouts *other = &read[0].rollouts;
+    assert_int_equal(other->T, r->T);
+    assert_memory_equal(other->mask, r->mask, (size_t)r->T * 4);
+    assert_memory_equal(other->samples.is_trained, r->samples.is_trained, (size_t)r->samples.offsets[r->samples.count]);
+    assert_int_equal(read[0].iteration, 3);
+    assert_true(read[0].mismatch.kl == 0.5 && read[1].cut == 0.125 && other->turns[1].reward == 0.5);
+    for (int i = 0; i < 2; i++) mt_pending_free(&read[i]);
+    for (int64_t less = 0; less < size; less++)
+        assert_int_equal(mt_pending_read(read, 2, bytes, less, ROW, &prompts, &config, &error), -1);
+    assert_int_equal(mt_pending_read(read, 1, bytes, size, ROW, &prompts, &config, &error), -1);
+    assert_non_null(strstr(error.text, "more than the 1"));
+    assert_int_equal(mt_pending_read(read, 2, bytes, size, ROW + 1, &prompts, &config, &error), -1);
+    assert_non_null(strstr(error.text, "another model"));
+    for (int i = 0; i < 2; i++) mt_pending_free(&written[i]);
+    free(bytes), free(copy), free(keeps);
+    mt_samples_free(&prompts);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(prompts_are_read_in_every_form),
@@ -790,6 +845,7 @@ int main(void) {
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(shares_of_tags_have_quotas_and_epochs),
         cmocka_unit_test(prompts_name_their_teachers),
+        cmocka_unit_test(pending_batches_are_read_as_written),
         cmocka_unit_test(rewards_are_normalised_over_batch_or_group),
         cmocka_unit_test(baselines_are_compared_with_and_not_trained_on),
         cmocka_unit_test(responses_are_scored_as_text),

@@ -28,6 +28,7 @@
 #include "../report/report.h"
 #include "environment.h"
 #include "mismatch.h"
+#include "pending.h"
 #include "rollouts.h"
 #include "stage.h"
 
@@ -84,6 +85,11 @@ struct mt_rl {
     mt_policy_config policy;
     mt_correction correction;
     mt_plan_shape shape; // of micro-batches on the actor's grid
+    /* --rollout-lag: batches that wait for their iteration, the next one first; the file of rank 0's next checkpoint */
+    mt_pending *pending;
+    int64_t num_pending, staleness; // staleness: iterations since the weights that wrote the batch at hand
+    char *saved_pending;
+    int64_t saved_bytes;
     /* of the iteration */
     // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
     // tokens of the vocabulary; NULL: none
@@ -631,6 +637,80 @@ static int find_stops(mt_rl *rl, mt_stops *stops, mt_error *error) {
     return 0;
 }
 
+/* ---- batches that wait */
+
+/* Elements of a row of routes; 0: none are replayed. */
+static int64_t routes_row(const mt_rl *rl) {
+    const mt_run_options *o = rl->config.options;
+    return o->router_replay != MT_ROUTER_REPLAY_DISABLED ? mt_routes_size(&o->stack, 1) : 0;
+}
+
+/* The folder of a run's checkpoint of an iteration, where the run or this checkpoint is loaded; to free. */
+static char *own_checkpoint(const char *loaded, int64_t iteration) {
+    char *whole = realpath(loaded, NULL), *name = whole ? strrchr(whole, '/') : NULL;
+    bool is_checkpoint = name && mt_iteration_of(name + 1) >= 0;
+    free(whole);
+    return is_checkpoint ? mt_strdup(loaded) : mt_iteration_path(loaded, iteration);
+}
+
+/* The batches that were saved with the checkpoint of an iteration; a run that began without --rollout-lag has none. */
+static int load_pending(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    const char *loaded = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
+    int64_t most = mt_max(o->rollout_lag, MT_MAX_ROLLOUT_LAG) + 1, bytes;
+    rl->pending = mt_calloc(most * (int64_t)sizeof *rl->pending);
+    if (o->rollout_lag == 0 || state->iteration == 0) return 0;
+    char *folder = own_checkpoint(loaded, state->iteration), *path = mt_path_join(folder, MT_PENDING_FILE);
+    bool exists = mt_folder_has(folder, MT_PENDING_FILE);
+    char *data = exists ? mt_file_read(path, INT64_C(1) << 40, &bytes, error) : NULL;
+    int status = exists && !data ? -1 : 0;
+    if (data) {
+        mt_error cause;
+        rl->num_pending =
+            mt_pending_read(rl->pending, most, data, bytes, routes_row(rl), &rl->prompts, &rl->rollout_config, &cause);
+        if (rl->num_pending < 0)
+            status = mt_error_set(error, "%s: %s; remove it to write the next responses anew", path, cause.text);
+        for (int64_t i = 0; i < rl->num_pending; i++)
+            rl->pending[i].routes.num_layers = o->stack.num_layers,
+            rl->pending[i].routes.topk = o->stack.moe_router_topk;
+        rl->num_pending = mt_max(rl->num_pending, 0);
+    }
+    free(data), free(path), free(folder);
+    return status;
+}
+
+/* Appends the batch at hand to the pending ones. */
+static void push_batch(mt_rl *rl, int64_t iteration) {
+    rl->pending[rl->num_pending++] = (mt_pending){.rollouts = rl->rollouts,
+                                                  .routes = rl->routes,
+                                                  .iteration = iteration,
+                                                  .rounds = rl->rounds,
+                                                  .mismatch = rl->mismatch,
+                                                  .generation_gap = rl->generation_gap,
+                                                  .cut = rl->cut,
+                                                  .rejected = rl->rejected,
+                                                  .entropy = rl->entropy};
+    rl->rollouts = (mt_rollouts){0}, rl->routes = (mt_routes){0};
+}
+
+/* The first pending batch becomes the batch at hand. */
+static void pop_batch(mt_rl *rl, int64_t iteration) {
+    mt_pending b = rl->pending[0];
+    mt_rollouts_free(&rl->rollouts), free(rl->routes.experts);
+    memmove(rl->pending, rl->pending + 1, (size_t)--rl->num_pending * sizeof b);
+    rl->rollouts = b.rollouts, rl->routes = b.routes, rl->rounds = b.rounds, rl->mismatch = b.mismatch;
+    rl->generation_gap = b.generation_gap, rl->cut = b.cut, rl->rejected = b.rejected, rl->entropy = b.entropy;
+    rl->staleness = iteration - b.iteration;
+}
+
+int mt_rl_write(const mt_rl *rl, const char *folder, mt_error *error) {
+    if (!rl->saved_pending) return 0;
+    char *path = mt_path_join(folder, MT_PENDING_FILE);
+    int status = mt_file_write(path, rl->saved_pending, rl->saved_bytes, "--save", error);
+    free(path);
+    return status;
+}
+
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
@@ -663,6 +743,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_teachers(rl, plan, state, error);
     if (status == 0) status = open_generator(rl, plan, error);
+    if (status == 0) status = mt_agree(&config->grid->world, load_pending(rl, state, error) != 0, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
@@ -690,6 +771,8 @@ void mt_rl_close(mt_rl *rl) {
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
     free(rl->generated), free(rl->routes.experts);
+    for (int64_t i = 0; i < rl->num_pending; i++) mt_pending_free(&rl->pending[i]);
+    free(rl->pending), free(rl->saved_pending);
     mt_samples_free(&rl->prompts);
     free(rl->quotas);
     free(rl);
@@ -714,6 +797,10 @@ static int save_role(mt_rl *rl, mt_model_role *role, mt_saver *saver, unsigned p
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
+    if (rl->config.options->rollout_lag > 0 && rl->config.grid->world.rank == 0) {
+        free(rl->saved_pending);
+        rl->saved_pending = mt_pending_write(rl->pending, rl->num_pending, routes_row(rl), &rl->saved_bytes);
+    }
     if (rl->teacher_saver) {
         if (mt_train_finish(rl->actor.model, error) != 0) return -1;
         if (save_role(rl, &rl->teachers[0].role, rl->teacher_saver, MT_USE_SCORING, state, error) != 0) return -1;
@@ -1178,6 +1265,13 @@ static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *
     return status;
 }
 
+/* Prompts of the batches that wait. */
+static int64_t pending_prompts(const mt_rl *rl) {
+    int64_t prompts = 0;
+    for (int64_t i = 0; i < rl->num_pending; i++) prompts += rl->pending[i].rollouts.num_prompts;
+    return prompts;
+}
+
 /* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
 static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
     const mt_run_options *o = rl->config.options;
@@ -1189,7 +1283,7 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
     mt_rollouts_free(r);
     for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
         int64_t first = r->count;
-        status = generate(rl, state->consumed_prompts + r->num_prompts, missing, error);
+        status = generate(rl, state->consumed_prompts + pending_prompts(rl) + r->num_prompts, missing, error);
         lap(rl, GENERATION, &then);
         if (status == 0) status = score_responses(rl, first, batch, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
@@ -1370,23 +1464,47 @@ static int train_on_routes(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_m
     return status;
 }
 
-/* Scores the sequences and trains on them. */
-static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    double then = mt_time();
-    if (renew_teacher(rl, state, error) != 0) return -1;
+static void plan_all(mt_rl *rl) {
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
     free(sequences);
+}
+
+/* The log-probabilities of the policy that has just written the sequences, and their correction. */
+static int score_writer(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    double then = mt_time();
     bool bypasses = rl->config.options->bypass_mode;
     int status = 0;
+    rl->rejected = 0;
+    if (mt_rollouts_count(&rl->rollouts) == 0) return 0;
+    plan_all(rl);
     if (bypasses) generated_logps(rl, rl->rollouts.inputs[MT_OLD_LOGP]);
     if (bypasses && rl->config.options->router_replay == MT_ROUTER_REPLAY_R3) begin_routes(rl);
     if (!bypasses) status = score_actor(rl, batch, error);
     if (status == 0 && !bypasses) correct(rl);
-    if (status == 0 && mt_rollouts_count(&rl->rollouts) == 0) {
-        lap(rl, SCORING, &then);
-        return 0;
+    lap(rl, SCORING, &then);
+    return status;
+}
+
+/* Responses of the present weights for the iteration after --rollout-lag others; the first iteration writes those of
+ * all of these too. The batch of this iteration is then at hand. */
+static int next_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
+    int64_t lag = rl->config.options->rollout_lag;
+    int status = 0;
+    while (rl->num_pending <= lag && status == 0) {
+        status = roll_out(rl, state, batch, error);
+        if (status == 0) status = score_writer(rl, batch, error);
+        if (status == 0) push_batch(rl, state->iteration);
     }
+    if (status == 0) pop_batch(rl, state->iteration);
+    return status;
+}
+
+/* Scores the sequences by the other models and trains on them. */
+static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double then = mt_time();
+    int status = renew_teacher(rl, state, error);
+    plan_all(rl);
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
     if (status == 0) status = score_by_teachers(rl, batch, error);
@@ -1455,6 +1573,7 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "response tokens", stats->response_tokens, true);
     add_number(rl, "overlong", stats->overlong, true);
     if (o->env_command) add_number(rl, "turns", stats->turns, true);
+    if (o->rollout_lag > 0) add_number(rl, "staleness", (double)rl->staleness, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
     if (compared) add_number(rl, "generation gap", rl->generation_gap, true);
@@ -1495,8 +1614,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));
-    int status = roll_out(rl, state, batch, error);
-    rl->rejected = 0;
+    int status = next_batch(rl, state, batch, error);
     if (status == 0 && mt_rollouts_count(r) > 0) status = learn(rl, state, batch, metrics, error);
     mt_error cause;
     if (status >= 0 && mt_model_role_use(&rl->actor, MT_USE_TRAINING, &cause) != 0) // also without rewards or steps

@@ -56,9 +56,13 @@ void mt_rl_report(const mt_rl *rl, mt_report *report);
  * there are several; NULL: nowhere. The seconds are this rank's, the tokens those of all ranks. */
 void mt_rl_print_times(const mt_rl *rl, FILE *file);
 
-/* Saves the critic, if there is one; to be called before the actor is saved. Every rank calls it. */
+/* Saves the critic and a teacher that lags, if there are any, and with --rollout-lag keeps the bytes of the batches
+ * that wait for mt_rl_write; to be called before the actor is saved, and not while its checkpoint is written. Every
+ * rank calls it. */
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error);
-/* Waits until it is saved. */
+/* Writes the batches that wait into the folder of the actor's checkpoint; part of an mt_checkpoint_extra. */
+int mt_rl_write(const mt_rl *rl, const char *folder, mt_error *error);
+/* Waits until they are saved. */
 int mt_rl_finish(mt_rl *rl, mt_error *error);
 
 #ifdef __cplusplus

@@ -20,6 +20,7 @@ typedef enum mt_timing_log { MT_TIMING_MAX, MT_TIMING_MINMAX, MT_TIMING_ALL } mt
 
 /* Sizes of --step-batch-size-schedule. */
 enum { MT_MAX_BATCH_STEPS = 32 };
+enum { MT_MAX_ROLLOUT_LAG = 64 };
 enum { MT_MAX_OPTIONS = 640 }; // rows of the option table
 
 /* --ckpt-format: the kind of folder that --save writes. */
@@ -144,6 +145,7 @@ typedef struct mt_run_options {
     mt_strings kd_hidden_layers; // see mt_options_hidden_pairs
     char *export_kd_teacher_load, *export_kd_cfg;
     /* reinforcement learning */
+    int64_t rollout_lag; // up to MT_MAX_ROLLOUT_LAG
     int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
     mt_adv_estimator adv_estimator;
     bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;

@@ -175,7 +175,10 @@ static const mt_role_key keys[] = {
      "difficulty_loss_weight length_loss_weight error_max_len_clip use_topr_loss balance_length whiten_rewards "
      "use_reward_scaling use_reward_norm add_len_reward",
      MT_KEY_REFUSED, "responses are weighted by their advantages alone", NULL, LEARNER},
-    {"roll", "async_generation_ratio", MT_KEY_FIXED, "the present weights generate the responses", "0|0.0", LEARNER},
+    {"roll", "async_generation_ratio", MT_KEY_OPTION, "rollout-lag",
+     "0=0|0.0=0|1=1|1.0=1|2=2|2.0=2|3=3|3.0=3|4=4|4.0=4|*=!whole batches wait for their iteration: take 0 to 4, or "
+     "--rollout-lag on the command line",
+     LEARNER},
     {"roll", "critic_warmup", MT_KEY_FIXED, "actor and critic train from the first iteration on", "0"},
     {"roll", "l2", MT_KEY_FIXED, "weight_decay is the optimizer's", "0|0.0"},
     {"roll", "postive_loss_coef use_topr_neg_loss_coef", MT_KEY_FIXED,
@@ -1070,7 +1073,7 @@ static const mt_role_key keys[] = {
     {"trinity.rollout_model", "*", MT_KEY_UNUSED, SERVER},
     {"trinity.synchronizer", "sync_interval explorer_sync_interval trainer_sync_interval", MT_KEY_FIXED,
      "the present weights generate the responses", "1"},
-    {"trinity.synchronizer", "sync_offset", MT_KEY_FIXED, "the present weights generate the responses", "0"},
+    {"trinity.synchronizer", "sync_offset", MT_KEY_OPTION, "rollout-lag", NULL, LEARNER},
     {"trinity.synchronizer", "sync_method sync_style sync_timeout group_name wait_for_checkpoint", MT_KEY_UNUSED, RAY},
     {"trinity.trainer", "trainer_config", MT_KEY_SECTION, "verl"},
     {"trinity.trainer", "trainer_config_path", MT_KEY_REFUSED, "give the file itself by --config"},

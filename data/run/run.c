@@ -286,6 +286,13 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
     return status;
 }
 
+/* The files of the trained model's checkpoint. */
+static int save_extras(void *context, const char *folder, mt_error *error) {
+    const mt_run *r = context;
+    if (save_tokenizer(context, folder, error) != 0) return -1;
+    return r->rl ? mt_rl_write(r->rl, folder, error) : 0;
+}
+
 static mt_rl_config rl_config_of(mt_run *r) {
     mt_rl_config config = {&r->options, &r->grid, r->ops, r->tokenizer, .extra = save_tokenizer, .context = r};
     config.tokenizer_path = r->options.tokenizer_type ? r->options.tokenizer_model : r->tokenizer_folder;
@@ -374,7 +381,7 @@ static void open_model(mt_run *r) {
     FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
     refuse(r, mt_reference_open(&r->reference, r->model, o, r->ops, &r->state, log, &error), &error);
     if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan);
-    if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_tokenizer, r, o->async_save);
+    if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_extras, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->stack.context_parallel_size);
     if (encodes) mt_batch_alloc_encoder(&r->batch, most);
 }
@@ -386,6 +393,7 @@ void mt_run_save(mt_run *r) {
     if (!r->options.save) return;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
+    if (r->rl) mt_run_check(r, mt_saver_finish(r->saver, &error), &error); // which reads what mt_rl_save replaces
     if (r->rl) mt_run_check(r, mt_rl_save(r->rl, &r->state, &error), &error);
     mt_run_check(r, mt_saver_save(r->saver, &r->state, &error), &error);
     mt_run_report_saved(r);
