@@ -21032,7 +21032,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
          {o->context_parallel_size}},
         {.broken = o->fp8_format != MT_FP8_OFF,
          .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
-        {.broken = o->lora_rank > 0, .message = "--lora-rank: an encoder-decoder has no adapters so far; leave it out"},
         {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
          .message = "--stage: an encoder-decoder is trained by pt and sft so far; take one of these"},
         {.broken = o->head_type != MT_HEAD_LM,
@@ -21043,8 +21042,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
          .message = "--tp-comm-overlap: an encoder-decoder has products of two lengths; leave it out"},
         {.broken = o->fine_grained_activation_offloading,
          .message = "--fine-grained-activation-offloading: an encoder-decoder keeps its activations; leave it out"},
-        {.broken = o->recompute_granularity == MT_RECOMPUTE_SELECTIVE,
-         .message = "--recompute-granularity selective: an encoder-decoder recomputes whole layers only; take full"},
         {.broken = o->attention_backend != MT_ATTENTION_AUTO,
          .message = "--attention-backend: biases by distance have one attention; leave it out"},
     };

@@ -64,7 +64,8 @@ static void every_gradient_equals_transformers(void **state) {
 static void five_steps_equal_pytorch_for_any_micro_batch_size_and_recomputation(void **state) {
     static const char *const words[] = {
         "", " --recompute-granularity full", " --recompute-granularity full --recompute-num-layers 2",
-        " --recompute-granularity full --recompute-method block --recompute-num-layers 4"};
+        " --recompute-granularity full --recompute-method block --recompute-num-layers 4",
+        " --recompute-granularity selective --recompute-modules layernorm mlp core_attn"};
     (void)state;
     for (int k = 0; k < NUM_MODELS; k++)
         for (size_t i = 0; i < sizeof words / sizeof *words; i++) {

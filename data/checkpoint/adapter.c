@@ -230,7 +230,7 @@ static const struct {
     {"monteclora_config", "null", "MonteCLoRA"},
     {"velora_config", "null", "VeLoRA"},
     {"kasa_config", "null", "KaSA"},
-    {"task_type", "null|\"CAUSAL_LM\"", "another model than a language model"},
+    {"task_type", "null|\"CAUSAL_LM\"|\"SEQ_2_SEQ_LM\"", "another model than a language model"},
     {"init_lora_weights", "true|false|\"gaussian\"|\"eva\"|\"orthogonal\"|null",
      "an initialisation that changes the base weights"},
 };
@@ -801,7 +801,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
 char *mt_adapter_print_config(const mt_run_options *o) {
     json_t *json = json_object();
     mt_json_set_string(json, "peft_type", "LORA");
-    mt_json_set_string(json, "task_type", "CAUSAL_LM");
+    mt_json_set_string(json, "task_type", o->stack.decoder_num_layers > 0 ? "SEQ_2_SEQ_LM" : "CAUSAL_LM");
     if (o->load)
         mt_json_set_string(json, "base_model_name_or_path", o->load);
     else

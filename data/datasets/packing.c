@@ -24,6 +24,15 @@ int64_t mt_sample_length(const mt_samples *samples, int64_t item) {
     return samples->offsets[(item + 1) * count] - samples->offsets[item * count] - count;
 }
 
+/* The share of a row that an item takes, in positions: with inputs for an encoder at least that of the row's inputs,
+ * rounded up, so that neither positions nor inputs of a row are too many. */
+static int64_t mt_packed_length(const mt_samples *samples, int64_t item) {
+    int64_t length = mt_sample_length(samples, item);
+    if (!samples->inputs) return length;
+    int64_t inputs = samples->input_offsets[item + 1] - samples->input_offsets[item];
+    return mt_max(length, mt_divide_up(inputs * samples->target_length, samples->input_length));
+}
+
 /* Uniform in (0, 1]. */
 static double mt_uniform(uint32_t word) {
     return ((double)word + 1) / 4294967296.0;
@@ -207,7 +216,8 @@ mt_dataset *mt_row_dataset_create(const mt_samples *samples, int64_t begin, int6
                       .epoch = -1};
     int64_t positions = 0;
     for (int64_t i = 0; i < p->count; i++) {
-        positions += p->lengths[i] = mt_sample_length(samples, begin + i);
+        positions += mt_sample_length(samples, begin + i);
+        p->lengths[i] = mt_packed_length(samples, begin + i);
         MT_CHECK(p->lengths[i] >= 1 && p->lengths[i] <= p->row_length);
     }
     bool ends = (config->train_epochs > 0 || (config->reads_once && !config->mock_data)) && split == MT_SPLIT_TRAIN;
@@ -785,11 +795,12 @@ void mt_step_plan_solve(mt_step_plan *plan, const mt_piece *pieces, int64_t coun
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-/* The encoder's sequence of a sample; a row is one sample. */
+/* The encoder's sequence of a sample. Its token indices are those of no other sample, which begin at other positions of
+ * the decoder. */
 static void append_input(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index) {
     mt_encoder_batch *e = &batch->encoder;
     int64_t from = samples->input_offsets[sample], length = samples->input_offsets[sample + 1] - from;
-    int64_t first = e->num_tokens, index = token_index / samples->target_length * samples->input_length;
+    int64_t first = e->num_tokens, index = token_index * samples->input_length;
     e->spans[e->num_spans++] = (mt_span){first, length, first, length, false};
     e->num_tokens += length;
     for (int64_t i = 0; i < length; i++)

@@ -456,10 +456,9 @@ static int mt_options_check_mappings(const mt_run_options *o, mt_error *error) {
         {.broken = o->eod_mask_loss,
          .message = "--eod-mask-loss: targets of an encoder-decoder end with the end of document; leave it out"},
         {.broken = o->fim_data, .message = "--fim-data: an encoder-decoder has masked spans instead; leave it out"},
-        {.broken = o->sequence_packing,
-         .message = "--sequence-packing: pairs of an encoder-decoder are not packed so far; leave it out"},
         {.broken = o->variable_seq_lengths,
-         .message = "--variable-seq-lengths: micro-batches of an encoder-decoder have whole rows so far; leave it out"},
+         .message = "--variable-seq-lengths: micro-batches of an encoder-decoder have whole rows so far; leave it out, "
+                    "and take --sequence-packing"},
         {o->stack.max_position_embeddings > 0 && o->stack.seq_length > o->stack.max_position_embeddings,
          "--decoder-seq-length %lld is more than --max-position-embeddings %lld",
          {o->stack.seq_length, o->stack.max_position_embeddings}},
