@@ -1877,6 +1877,57 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
     }
 }
 
+static void mt_cpu_dequantize(const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    uint8_t *codes = (uint8_t *)(uintptr_t)a->codes;
+    float *inverse_scales = (float *)(uintptr_t)a->inverse_scales;
+    mt_fp8_matrix x = {codes, inverse_scales, a->C, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    enum { ROWS = 128 };
+    if (dtype == MT_F32) {
+        mt_fp8_load(a->out, &x, a->R, 0, a->R, 0, a->C);
+        return;
+    }
+    float *rows = mt_scratch_grow(ROWS * a->C);
+    for (int64_t first = 0, count; first < a->R; first += count) {
+        count = mt_min(ROWS, a->R - first);
+        mt_fp8_load(rows, &x, a->R, first, count, 0, a->C);
+        mt_row_store(a->out, first * a->C, rows, count * a->C, dtype);
+    }
+}
+
+/* True if values of a block times the scale are codes, to a few units in the last place of fp32. */
+static bool mt_fp8_block_is_exact(const float *x, int64_t rows, int64_t columns, int64_t stride, float scale) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            float value = x[r * stride + c], code = mt_f8_to_f32(mt_f8_encode(value * scale, true), MT_F8_E4M3);
+            if (!(fabsf(code / scale - value) <= 0x1p-20f * fabsf(value))) return false;
+        }
+    return true;
+}
+
+/* codes[R, C] and scales of a frozen weight, on the host, as those of MT_FP8_BLOCK_128. Scales are powers of two,
+ * unless the block's values are codes times another number, as in folders in fp8: then it is kept. */
+static void mt_fp8_base_quantize(uint8_t *codes, float *inverse_scales, const float *x, int64_t R, int64_t C) {
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = 0; r0 < R; r0 += 128)
+        for (int64_t c0 = 0; c0 < C; c0 += 128) {
+            int64_t rows = mt_min(R - r0, 128), columns = mt_min(C - c0, 128);
+            const float *block = x + r0 * C + c0;
+            float amax = 0;
+            for (int64_t r = 0; r < rows; r++) amax = mt_amax_merge(amax, mt_amax(block + r * C, columns));
+            float scale = mt_fp8_scale(amax, MT_F8_E4M3, true), own = mt_fp8_scale(amax, MT_F8_E4M3, false);
+            if (own != scale && !mt_fp8_block_is_exact(block, rows, columns, C, scale) &&
+                mt_fp8_block_is_exact(block, rows, columns, C, own))
+                scale = own;
+            inverse_scales[mt_fp8_scale_index(R, C, MT_FP8_BLOCK_128, r0, c0)] = 1.0f / scale;
+            for (int64_t r = 0; r < rows; r++) {
+                uint8_t *to = codes + (r0 + r) * C + c0;
+                const float *from = block + r * C;
+#pragma omp simd
+                for (int64_t c = 0; c < columns; c++) to[c] = mt_f8_encode(from[c] * scale, true);
+            }
+        }
+}
+
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
     for (int64_t i = 0; i < a->n; i++) {
         float current = a->history[i], amax = current, scale;
@@ -5274,6 +5325,7 @@ typedef struct mt_product {
     const mt_tensor_parallel *tp;
     const mt_linear *l;
     mt_linear_io io;             // of these rows
+    const void *w;               // the linear's weight; with codes in fp8 its values, or NULL if the codes are read
     int64_t T, first_row;        // rows, and the index of the first of them in the micro-batch
     bool omits_bias;             // forward: y is a partial sum; another rank adds the bias
     void *gelu;                  // forward: gelu(y), or NULL
@@ -5334,7 +5386,7 @@ static mt_fp8_matrix mt_fp8_weight(const mt_product *p, bool transposed) {
     const mt_linear *l = p->l;
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, p->w, l->N, NULL);
     a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
@@ -5530,7 +5582,7 @@ static mt_grouped_args mt_product_groups(const mt_product *p) {
                              .y = p->io.y,
                              .dy = p->io.dy,
                              .dx = p->io.dx,
-                             .w = p->l->weight.w,
+                             .w = p->w,
                              .dw = p->l->weight.dw};
 }
 
@@ -5549,7 +5601,7 @@ static void mt_multiply_forward(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_forward(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = l->weight.w, .bias = bias, .y = io->y};
+        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = p->w, .bias = bias, .y = io->y};
         if (p->gelu) {
             a.pre = io->y, a.y = p->gelu;
             ops->linear_gelu_forward(&a, dtype, stream);
@@ -5575,7 +5627,7 @@ static void mt_multiply_backward_input(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_backward_input(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = p->w, .dy = io->dy, .dx = io->dx};
         (p->gelu_of ? ops->linear_backward_gelu : ops->linear_backward_input)(&a, dtype, stream);
     }
 }
@@ -5740,17 +5792,27 @@ static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const m
                         .tp = pass.tp,
                         .l = l,
                         .io = *io,
+                        .w = l->weight.w,
                         .T = l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : pass.tp->rows,
                         .omits_bias = l->omits_bias};
 }
 
-static void mt_use_forward(const mt_product *p) {
+/* --lora-base-dtype fp8: computes the values of the weight, unless products read its codes. */
+static void mt_base_open(mt_product *p) {
+    const mt_fp8_base *base = p->l->base;
+    if (!base || (p->l->fp8 && p->l->fp8->gathered)) return;
+    for (int64_t i = 0; i < base->num_parts; i++) p->tp->ops->dequantize(&base->parts[i], p->tp->dtype, p->tp->stream);
+    p->w = base->parts[0].out;
+}
+
+static void mt_use_forward(mt_product *p) {
     const mt_tensor_parallel *tp = p->tp;
     const mt_linear *l = p->l;
     mt_fp8_begin(&p->pass, l, &p->io);
+    mt_base_open(p);
     if (l->kind == MT_LINEAR_ROUTER)
         tp->ops->router_logits(
-            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = l->weight.w, .bias = l->bias.w, .y = p->io.y},
+            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = p->w, .bias = l->bias.w, .y = p->io.y},
             tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(p);
@@ -5765,15 +5827,15 @@ static bool mt_linear_trains(const mt_linear *l) {
     return l->weight.dw || mt_linear_adapts(l);
 }
 
-static void mt_use_backward(const mt_product *use, int halves) {
-    mt_product p = *use;
+static void mt_use_backward(mt_product p, int halves) {
     if (!mt_linear_trains(p.l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(&p.pass, p.l, &p.io);
+    if (halves & MT_BACKWARD_INPUT) mt_base_open(&p);
     if (p.l->kind == MT_LINEAR_COLUMN) {
-        mt_column_backward(use, halves);
+        mt_column_backward(&p, halves);
     } else if (p.l->kind == MT_LINEAR_ROW) {
-        mt_row_backward(use, halves);
+        mt_row_backward(&p, halves);
     } else {
         mt_fp8_before_backward(&p, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
@@ -5794,14 +5856,14 @@ void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *l, const mt_li
 
 void mt_linear_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_product use = mt_linear_use(pass, l, io);
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, const void *gelu_of,
                              int halves) {
     mt_product use = mt_linear_use(pass, l, io);
     use.gelu_of = gelu_of;
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
@@ -6056,16 +6118,39 @@ double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlo
     return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : mt_minimum(k3, 10);
 }
 
+/* The term of on-policy distillation. POLICY_GRADIENT: a PPO loss whose advantage, a constant of the gradient, is the
+ * negative divergence. *divergence: before it is clipped. */
+static mt_policy_term mt_distill_token(const mt_loss_tokens *t, const mt_distill_policy_config *c, int64_t i,
+                                       double *divergence) {
+    double slope, d = *divergence = mt_kl_estimate(c->type, t->logp[i], t->teacher_logp[i], &slope);
+    if (c->max_clamp > 0 && fabs(d) > c->max_clamp) d = d > 0 ? c->max_clamp : -c->max_clamp, slope = 0;
+    mt_policy_term term = {.loss = d, .dlogp = slope};
+    if (c->in == MT_DISTILL_IN_POLICY_GRADIENT) {
+        mt_policy_config range = {.clip_ratio_low = c->clip_ratio_low, .clip_ratio_high = c->clip_ratio_high};
+        double x = mt_log_ratio(t, i), weight = t->rollout_weights ? t->rollout_weights[i] : 1;
+        term = mt_clipped_surrogate(&range, c->clip_ratio_c, exp(mt_bounded(x, -20, 20)), -d);
+        if (fabs(x) > 20) term.dlogp = 0;
+        term.loss *= weight, term.dlogp *= weight;
+    }
+    term.loss *= c->coef, term.dlogp *= c->coef;
+    return term;
+}
+
 /* Adds token i, whose loss has weight `weight`. */
 static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, int64_t i, double weight,
                           const mt_policy_sequence *sequence, mt_loss_sums *sums) {
-    mt_policy_term term = {0};
+    mt_policy_term term = {0}, distilled = {0};
+    const mt_distill_policy_config *d = &c->distillation;
+    bool distills = d->in == MT_DISTILL_IN_LOSS || d->in == MT_DISTILL_IN_POLICY_GRADIENT;
+    bool alone = distills && d->alone;
     double dkl = 0, kl = t->ref_logp ? mt_kl_estimate(c->kl_type, t->logp[i], t->ref_logp[i], &dkl) : 0;
-    double entropy = t->entropy ? t->entropy[i] : 0;
-    if (t->advantages) term = mt_policy_token(t, c, i, sequence);
-    sums->loss += weight * (term.loss + c->kl_coef * kl - c->entropy_coef * entropy);
-    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + c->kl_coef * dkl);
-    if (t->dentropy) t->dentropy[i] -= weight * c->entropy_coef;
+    double entropy = t->entropy ? t->entropy[i] : 0, divergence = 0;
+    double kl_coef = alone ? 0 : c->kl_coef, entropy_coef = alone ? 0 : c->entropy_coef;
+    if (t->advantages && !alone) term = mt_policy_token(t, c, i, sequence);
+    if (distills) distilled = mt_distill_token(t, d, i, &divergence);
+    sums->loss += weight * (term.loss + kl_coef * kl - entropy_coef * entropy + distilled.loss);
+    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + kl_coef * dkl + distilled.dlogp);
+    if (t->dentropy) t->dentropy[i] -= weight * entropy_coef;
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
     sums->metrics[MT_POLICY_CLIPFRAC_LOWER] += term.clipped_lower;
@@ -6073,6 +6158,7 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     sums->metrics[MT_POLICY_PPO_KL] += mt_policy_kinds[c->variant].kl_is_absolute ? fabs(x) : -x;
     sums->metrics[MT_POLICY_REF_KL] += kl;
     sums->metrics[MT_POLICY_ENTROPY] += entropy;
+    sums->metrics[MT_POLICY_DISTILLATION] += divergence;
 }
 
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums) {
@@ -7216,6 +7302,7 @@ typedef struct mt_param_table {
     const mt_options *options;
     const mt_hf_family_row *family;
     mt_partition partition;
+    bool has_relative[2]; // as mt_outer.relative: its rows are there
 } mt_param_table;
 
 static const char *mt_role_row_name(const mt_role_row *row, int names) {
@@ -7495,6 +7582,16 @@ static int64_t mt_stage_own_layers(const mt_options *o, const mt_stage *stage) {
     return stage->num_layers + mt_min(stage->num_mtp, mt_num_mtp_modules(o));
 }
 
+/* The biases by distance that the layers of an encoder, or of its decoder, share. Every rank of a pipeline has both
+ * tables, which are small, so that all of them sum the gradients; the rank where the half begins counts its table. */
+static void mt_params_add_relative(mt_param_table *table, bool of_encoder, bool begins) {
+    int64_t first = table->count;
+    if (table->has_relative[of_encoder]) return;
+    table->has_relative[of_encoder] = true;
+    mt_params_add_bucket(table, of_encoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+    for (int64_t i = first; i < table->count; i++) table->rows[i].counted &= begins;
+}
+
 /* The buckets of a vision tower whose parameters are frozen, or else the others, in the order of its forward. */
 static void mt_params_add_tower(mt_param_table *table, bool frozen) {
     const mt_options *o = table->options;
@@ -7522,8 +7619,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     }
     for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
         int64_t layer = stage->first_layer + i, decoder = table->options->encoder_num_layers; // the first of it
-        if (i == 0 || layer == decoder)
-            mt_params_add_bucket(table, layer < decoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+        mt_params_add_relative(table, layer < decoder, layer == 0 || layer == decoder);
         mt_params_add_bucket(table, MT_UNIT_LAYER, layer);
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, layer);
         if (layer + 1 == decoder) mt_params_add_bucket(table, MT_UNIT_ENCODER_OUTPUT, -1);
@@ -7647,6 +7743,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
         has_embedding |= at->stages[i].embedding;
         mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
+    mt_params_add_relative(&table, true, false);
+    mt_params_add_relative(&table, false, false);
     if (has_embedding) mt_params_add_tower(&table, true); // trained buckets come first
     for (int64_t i = 0; i < table.count; i++) table.rows[i].trained &= !mt_unit_is_frozen(options, table.rows[i].unit);
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
@@ -7693,10 +7791,11 @@ typedef struct mt_pass {
     int64_t unpadded;            // its tokens on them, without padding; not when decoding
     int64_t T;                   // tokens
     int64_t rows, first_row;     // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
-    int64_t message_rows;        // of a message between pipeline stages
+    int64_t message_rows;        // of each tensor of a message between pipeline stages; 0: as many as it has
     bool training;               // dropout is on, and the forward adds to the step's statistics
     bool replay;                 // a recomputed forward: it writes activations only
     bool decode;                 // attention reads the KV cache
+    bool encode;                 // the encoder's half alone: see mt_model_encode
     const int64_t *adapter_rows; // mt_batch.adapter_rows
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
@@ -7735,6 +7834,7 @@ typedef struct mt_layer_scratch {
     float *group_means;              // [T], with a group of Mamba-2 on several ranks
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dencoder;                  // [R, C] gradient of the encoder's residual stream
     void *dmemory;                   // [R, C] gradient of the encoder's output, summed over the decoder's layers
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
@@ -7835,6 +7935,8 @@ struct mt_model {
     struct mt_mtp *mtp;
     struct mt_vision *vision;              // NULL: no vision tower
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
+    bool has_base;                         // frozen weights in fp8: --lora-base-dtype
+    void *base_values;                     // room for those of one linear
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
@@ -8217,11 +8319,19 @@ static bool mt_has_encoder(const mt_model *m) {
     return m->options->decoder_num_layers > 0;
 }
 
-/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder; 0
- * without an encoder. */
+/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder, the
+ * number of its layers if it has only such; 0 without an encoder. */
 static int64_t mt_decoder_begin(const mt_model *m, int64_t chunk) {
     const mt_stage *stage = &m->stages[chunk];
     return mt_clamp(m->options->encoder_num_layers - stage->first_layer, 0, stage->num_layers);
+}
+
+/* True if a chunk begins before the encoder's last layer; if it ends before it. */
+static bool mt_begins_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer < m->options->encoder_num_layers;
+}
+static bool mt_ends_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer + m->stages[chunk].num_layers < m->options->encoder_num_layers;
 }
 
 static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
@@ -11732,6 +11842,7 @@ static const mt_loss_metric mt_policy_metrics[] = {{"clip fraction", MT_POLICY_C
                                                    {"ppo kl", MT_POLICY_PPO_KL, MT_POLICY_TOKENS},
                                                    {"ref kl", MT_POLICY_REF_KL, MT_POLICY_TOKENS},
                                                    {"entropy", MT_POLICY_ENTROPY, MT_POLICY_TOKENS},
+                                                   {"distillation", MT_POLICY_DISTILLATION, MT_POLICY_TOKENS},
                                                    {NULL, 0, 0}};
 static const mt_loss_metric mt_value_metrics[] = {{"value", MT_VALUE_VALUES, MT_VALUE_TOKENS},
                                                   {"return", MT_VALUE_RETURNS, MT_VALUE_TOKENS},
@@ -11851,8 +11962,9 @@ static void mt_host_loss_scatter(mt_model *m, const mt_pass *p, int which, float
 /* Counts the tokens whose operand is not finite. `own`: the model's log-probabilities or values; where they are finite
  * and the divergence is not, the teacher's logits are at fault. */
 static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_loss_tokens *t, const double *own) {
-    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp,   t->ref_logp,        t->advantages, t->returns,
-                                                      t->old_values, t->rollout_weights, t->selected};
+    const double *const inputs[MT_NUM_LOSS_INPUTS] = {t->old_logp, t->ref_logp,    t->advantages,
+                                                      t->returns,  t->old_values,  t->rollout_weights,
+                                                      t->selected, t->teacher_logp};
     for (int64_t i = 0; i < t->T; i++) {
         if (t->mask[i] == 0) continue;
         for (int k = 0; k < MT_NUM_LOSS_INPUTS; k++) not_finite[k] += inputs[k] && !isfinite(inputs[k][i]);
@@ -11869,9 +11981,9 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     bool has_values = m->options->head_type != MT_HEAD_LM, uses_entropy = out->dentropy && !has_values;
     mt_loss_sums sums = {0};
     mt_loss_tokens tokens = {.T = n, .num_sequences = p->whole->num_spans, .sequences = p->whole->spans};
-    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,   &tokens.advantages,
-                                                 &tokens.returns,  &tokens.old_values, &tokens.rollout_weights,
-                                                 &tokens.selected};
+    const double **inputs[MT_NUM_LOSS_INPUTS] = {&tokens.old_logp, &tokens.ref_logp,    &tokens.advantages,
+                                                 &tokens.returns,  &tokens.old_values,  &tokens.rollout_weights,
+                                                 &tokens.selected, &tokens.teacher_logp};
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) {
         if (!(m->plan.loss->inputs & 1u << i)) continue;
         for (int64_t t = 0; t < n; t++) h->inputs[i][t] = (double)p->whole->loss_inputs[i][t];
@@ -12590,7 +12702,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
     p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
@@ -12706,24 +12818,14 @@ static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, boo
     mt_bucket_release(m, bucket);
 }
 
-/* Before the backward of the decoder's layers: each adds to the gradient of the memory. */
-static void mt_decoder_begin_backward(mt_model *m, const mt_pass *p) {
-    m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    mt_relative_acquire(m, false, true);
-}
-
-/* dresidual[R, C]: the gradient of the decoder's input in, that of the encoder's output before its norm out. */
-static void mt_decoder_enter_backward(mt_model *m, const mt_pass *p, void *dresidual) {
-    const mt_output *out = &p->mb->encoder.output;
-    mt_pass encoder = mt_encoder_pass(m, p);
-    mt_relative_release(m, false, true, p->last);
-    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers); // the encoder's follows
-    mt_bucket_acquire(m, m->encoder_bucket);
-    mt_bucket_gradients_acquire(m, m->encoder_bucket);
-    mt_norm_backward(m, &encoder, &m->outer.encoder_norm, &out->norm, dresidual, NULL, m->scratch.dmemory, out->hidden);
-    mt_bucket_gradients_release(m, m->encoder_bucket, p->last);
-    mt_bucket_release(m, m->encoder_bucket);
-    mt_relative_acquire(m, true, true);
+/* True if no chunk of this rank before this one has layers of the encoder, or decoder: in a step, the last backward of
+ * this one ends the sum of its biases' gradients. */
+static bool mt_half_begins(const mt_model *m, int64_t chunk, bool of_encoder) {
+    for (int64_t before = 0; before < chunk; before++) {
+        int64_t decoder = mt_decoder_begin(m, before);
+        if (of_encoder ? decoder > 0 : decoder < m->stages[before].num_layers) return false;
+    }
+    return true;
 }
 
 /* Final norm and logits of x[rows, C], the residual stream. */
@@ -12785,9 +12887,31 @@ static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t l
     return end;
 }
 
-/* The residual stream at the chunk's input. */
+/* Where the residual stream enters a chunk: the input of its first layer, or its output if it has none. That of a
+ * decoder waits in the output while layers of the encoder run. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
-    return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
+    int64_t first = mt_decoder_begin(m, p->mb->chunk);
+    bool waits = first == m->stages[p->mb->chunk].num_layers || (first > 0 && !p->decode);
+    return waits ? p->mb->outputs[0].hidden : mt_values_of(m, p, first)->input;
+}
+
+/* Where the encoder's residual stream, or behind its last layer the memory, enters a chunk, and where it leaves it. */
+static void *mt_encoder_input(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    if (!mt_begins_in_encoder(m, p->mb->chunk)) return out->norm.y;
+    return mt_decoder_begin(m, p->mb->chunk) > 0 ? mt_values_of(m, p, 0)->input : out->hidden;
+}
+static void *mt_encoder_output(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    return mt_ends_in_encoder(m, p->mb->chunk) ? out->hidden : out->norm.y;
+}
+
+/* Their gradients. */
+static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p) {
+    return mt_begins_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+}
+static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
+    return mt_ends_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
 }
 
 /* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
@@ -12798,89 +12922,160 @@ static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64
     }
 }
 
-/* The encoder: embedding, layers, and the norm that gives the memory. */
+/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. */
+static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual) {
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool gathered = false; // dresidual, for the experts of the next layer
+    for (int64_t i = end - 1; i >= begin; i--) {
+        mt_layer *w = &layers[i];
+        mt_offload_fetch(m, p, i);
+        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
+            mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, p, w->number, dresidual);
+        if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
+        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
+        bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        gathered = ahead;
+        mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
+    }
+}
+
+/* The encoder's layers of a chunk, and behind the last of all the norm that gives the memory. */
 static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
     const mt_output *out = &encoder->mb->encoder.output;
-    mt_embed_forward(m, encoder, mt_chunk_input(m, encoder), encoder->batch->tokens, -1);
-    mt_relative_acquire(m, true, false);
-    mt_units_forward(m, encoder, 0, mt_decoder_begin(m, encoder->mb->chunk), (mt_layer_result){.out = out->hidden});
-    mt_relative_release(m, true, false, false);
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (end > 0) {
+        mt_relative_acquire(m, true, false);
+        mt_units_forward(m, encoder, 0, end, (mt_layer_result){.out = out->hidden});
+        mt_relative_release(m, true, false, false);
+    }
+    if (!mt_begins_in_encoder(m, chunk) || mt_ends_in_encoder(m, chunk)) return;
     mt_bucket_acquire(m, m->encoder_bucket);
     mt_norm_forward(m, encoder, &m->outer.encoder_norm, &out->norm, out->hidden);
     mt_bucket_release(m, m->encoder_bucket);
 }
 
-/* Embedding, if the chunk has it, and layers; of an encoder-decoder first those of the encoder, unless the memory is
+/* scratch.dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, or with the norm that
+ * of the memory; before them out. */
+static void mt_encoder_backward(mt_model *m, const mt_pass *encoder) {
+    const mt_output *out = &encoder->mb->encoder.output;
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (!mt_ends_in_encoder(m, chunk)) {
+        mt_bucket_acquire(m, m->encoder_bucket);
+        mt_bucket_gradients_acquire(m, m->encoder_bucket);
+        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, m->scratch.dencoder, NULL, m->scratch.dmemory,
+                         out->hidden);
+        mt_bucket_gradients_release(m, m->encoder_bucket, encoder->last);
+        mt_bucket_release(m, m->encoder_bucket);
+    }
+    if (end == 0) return;
+    mt_relative_acquire(m, true, true);
+    mt_units_backward(m, encoder, 0, end, m->scratch.dencoder);
+    mt_relative_release(m, true, true, encoder->last && mt_half_begins(m, chunk, true));
+}
+
+/* Embedding, if the chunk has it, and layers. An encoder-decoder has first those of the encoder, unless the memory is
  * in the cache. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk); // index of its first layer
-    mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+    bool encodes = mt_has_encoder(m) && !p->decode, decodes = !p->encode;
     mt_pass encoder = mt_encoder_pass(m, p);
-    if (mt_has_encoder(m)) {
-        if (!p->decode) mt_encoder_forward(m, &encoder);
-        mt_embed_forward(m, p, mt_values_of(m, p, decoder)->input, p->batch->tokens, m->options->encoder_num_layers);
-        mt_relative_acquire(m, false, false);
-    } else if (stage->embedding) {
-        if (m->vision) mt_vision_forward(m, p);
-        mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-        if (mt_has_images(p)) mt_vision_add(m, p, 0, mt_chunk_input(m, p));
-    }
-    mt_units_forward(m, p, decoder, stage->num_layers, result);
-    if (mt_has_encoder(m)) mt_relative_release(m, false, false, false);
+    void *input = mt_chunk_input(m, p);
+    int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
+    if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
+    if (stage->embedding && m->vision) mt_vision_forward(m, p);
+    if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
+    if (stage->embedding && mt_has_images(p)) mt_vision_add(m, p, 0, input);
+    if (encodes) mt_encoder_forward(m, &encoder);
+    if (!decodes || decoder == stage->num_layers) return;
+    void *first = mt_values_of(m, p, decoder)->input;
+    if (first != input) m->ops->memory_copy(first, input, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    mt_relative_acquire(m, false, false);
+    mt_units_forward(m, p, decoder, stage->num_layers, (mt_layer_result){.out = p->mb->outputs[0].hidden});
+    mt_relative_release(m, false, false, false);
 }
 
-/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
+/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. Of an encoder-decoder, that of the
+ * decoder's residual stream; in scratch.dmemory and scratch.dencoder those of the encoder's. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
     mt_pass encoder = mt_encoder_pass(m, p);
-    const mt_pass *first = decoder > 0 ? &encoder : p;
-    bool gathered = false; // dresidual, for the experts of the next layer
-    if (mt_has_encoder(m)) mt_decoder_begin_backward(m, p);
-    for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
-        const mt_pass *pass = i < decoder ? &encoder : p;
-        if (i + 1 == decoder) mt_decoder_enter_backward(m, p, dresidual);
-        mt_offload_fetch(m, pass, i);
-        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
-            mt_recompute_unit_replay(m, pass, w->recompute_unit, i + 1);
-        mt_hidden_backward(m, pass, w->number, dresidual);
-        if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
-        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, pass, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, pass, w, &p->mb->layers[i], dresidual, gathered, ahead);
-        gathered = ahead;
-        mt_layer_release(m, pass, w, true, p->halves == MT_BACKWARD_BOTH);
+    if (decoder < stage->num_layers) {
+        mt_relative_acquire(m, false, true);
+        mt_units_backward(m, p, decoder, stage->num_layers, dresidual);
+        mt_relative_release(m, false, true, p->last && mt_half_begins(m, p->mb->chunk, false));
     }
-    if (decoder > 0) mt_relative_release(m, true, true, p->last);
-    if (stage->embedding && mt_has_images(p)) mt_vision_take(m, p, 0, dresidual);
-    if (stage->embedding) mt_embed_backward(m, first, dresidual, first->batch->tokens, -1, p->last);
-    if (stage->embedding && m->vision) mt_vision_backward(m, p);
+    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder);
+    if (!stage->embedding) return;
+    if (!mt_has_encoder(m)) {
+        if (mt_has_images(p)) mt_vision_take(m, p, 0, dresidual);
+        mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+        if (m->vision) mt_vision_backward(m, p);
+        return;
+    }
+    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers);
+    mt_embed_backward(m, &encoder, m->scratch.dencoder, encoder.batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
+    mt_pass encoder = mt_encoder_pass(m, p);
     for (int64_t i = m->stages[p->mb->chunk].num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        const mt_pass *pass = i < decoder ? &encoder : p;
         mt_layer_acquire(m, w, false, true);
-        mt_layer_backward_weight(p, &p->mb->layers[i]);
-        mt_layer_release(m, p, w, false, true);
+        mt_layer_backward_weight(pass, &p->mb->layers[i]);
+        mt_layer_release(m, pass, w, false, true);
     }
 }
 
 /* ---- between chunks */
 
+/* The tensors of a message between stages, x[i][rows[i], C]: the residual stream, or its gradient. An encoder-decoder
+ * sends two. That of the encoder is its residual stream and, behind its last layer, the memory; that of the decoder is
+ * its residual stream, and its embedded tokens as far as its first layer: so the first stage alone embeds, and none
+ * between the first and the last has a copy of the word embedding. Generation passes one of the two at a time. */
+typedef struct mt_boundary {
+    int count;
+    void *x[2];
+    int64_t rows[2];
+} mt_boundary;
+
+static mt_boundary mt_boundary_of(const mt_model *m, const mt_pass *p, void *of_encoder, void *residual) {
+    mt_boundary b = {.count = 0};
+    if (mt_has_encoder(m) && !p->decode) b.x[b.count] = of_encoder, b.rows[b.count++] = p->mb->encoder.rows;
+    if (!p->encode) b.x[b.count] = residual, b.rows[b.count++] = p->rows;
+    return b;
+}
+
+/* Tensors of a message that carries all of them. */
+static int64_t mt_boundary_tensors(const mt_model *m) {
+    return mt_has_encoder(m) ? 2 : 1;
+}
+
+/* Rows of a tensor of a message, unused ones too; and of all its tensors. */
+static int64_t mt_boundary_rows(const mt_pass *p, const mt_boundary *b, int tensor) {
+    return p->message_rows > 0 ? p->message_rows : b->rows[tensor];
+}
+static int64_t mt_boundary_all_rows(const mt_pass *p, const mt_boundary *b) {
+    int64_t rows = 0;
+    for (int i = 0; i < b->count; i++) rows += mt_boundary_rows(p, b, i);
+    return rows;
+}
+
 /* One end of a channel to a neighbour in the pipeline, with buffers for messages in flight. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
-    void **buffers; // [num_buffers] of [R, C]; message i uses buffer i % num_buffers
+    void **buffers; // [num_buffers] of the tensors of a message; message i uses buffer i % num_buffers
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
-/* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
+/* Posts the receive of a link's next message, of `rows` rows together; false if no buffer is free. */
 static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     if (mt_channel_pending(link->channel) == link->num_buffers) return false;
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
@@ -12888,42 +13083,57 @@ static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     return true;
 }
 
-/* to[rows, C] = the oldest message not taken yet. */
-static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
-    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
-    const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
+/* Copies the oldest message not taken yet to the tensors of b. */
+static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, mt_boundary_all_rows(p, &b));
+    void *from = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(b.x[i], from, b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        from = mt_at(from, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
     if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
-/* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
-static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
-    void *buffer = link->buffers[link->channel->next % link->num_buffers];
+/* Sends copies of the tensors of b; the caller may overwrite them at once. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    void *buffer = link->buffers[link->channel->next % link->num_buffers], *to = buffer;
     if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
-    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->residual_dtype, p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(to, b.x[i], b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        to = mt_at(to, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
+    mt_channel_start(m->ops, link->channel, buffer, mt_boundary_all_rows(p, &b) * m->C, m->residual_dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
-    if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    if (!stage->embedding)
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD],
+                        mt_boundary_of(m, p, mt_encoder_input(m, p), mt_chunk_input(m, p)));
     mt_chunk_forward(m, p);
-    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
+    if (!stage->loss)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD],
+                     mt_boundary_of(m, p, mt_encoder_output(m, p), p->mb->outputs[0].hidden));
 }
 
+/* Of an encoder-decoder every layer of cross attention adds to the gradient of the memory, in all stages. */
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     void *dresidual = m->scratch.dresidual;
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
+    if (stage->loss && mt_has_encoder(m))
+        m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (stage->loss)
         mt_loss_backward(m, p, dresidual);
     else
-        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD],
+                        mt_boundary_of(m, p, mt_encoder_doutput(m, p), dresidual));
     mt_chunk_backward(m, p, dresidual);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], dresidual);
+    if (!stage->embedding)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], mt_boundary_of(m, p, mt_encoder_dinput(m, p), dresidual));
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -13150,6 +13360,27 @@ static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) 
     return linear->fp8 ? linear : NULL;
 }
 
+/* --lora-base-dtype fp8: the parts of the linear that begins with this parameter, in memory of the bucket. */
+static void mt_base_bind(mt_model *m, const mt_bucket *b, const mt_param *param) {
+    mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+    mt_fp8_base *base = l->base;
+    const mt_param *end = m->params + b->first_param + b->num_params, *first = param;
+    base->num_parts = 0;
+    for (; param < end && (param == first || param->continues); param++) {
+        mt_dequantize_args *part = base->parts + base->num_parts, *last = base->num_parts > 0 ? part - 1 : NULL;
+        if (last && last->R % 128 == 0) {
+            last->R += param->rows;
+            continue;
+        }
+        *part = (mt_dequantize_args){(uint8_t *)b->params + param->place, b->scales + param->first_scale,
+                                     .R = param->rows, .C = param->cols};
+        part->out = mt_at(m->base_values, param->offset - first->offset, m->dtype);
+        base->num_parts++;
+    }
+    if (!l->fp8 || !l->fp8->gathered) return;
+    l->fp8->w.data = (uint8_t *)b->params + first->place, l->fp8->w.inverse_scales = b->scales + first->first_scale;
+}
+
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
@@ -13157,11 +13388,12 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_at(b->params, param->offset, b->dtype);
+        weight->w = b->params && !param->in_fp8 ? (char *)b->params + param->place : NULL;
         weight->dw = mt_at(b->grads, param->offset, MT_F32);
         weight->has_gradient = &m->sharding->has_gradient[i];
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
+        if (param->in_fp8) mt_base_bind(m, b, param);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
     if (m->params[b->first_param + b->num_params - 1].layer >= m->options->num_layers) mt_mtp_share(m);
@@ -13215,6 +13447,34 @@ static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
     free(cuts), free(given);
 }
 
+/* True if a layer's matrices of linears are in fp8 by --first-last-layers-bf16. */
+static bool mt_layer_takes_fp8(const mt_options *o, int64_t number) {
+    return !o->first_last_layers_bf16 ||
+           (number >= o->num_layers_at_start_in_bf16 && number < o->num_layers - o->num_layers_at_end_in_bf16);
+}
+
+/* Places of a bucket's parameters. --lora-base-dtype fp8: a byte for each element of a frozen linear; its parameters
+ * stay without a gap. */
+static void mt_bucket_place(mt_model *m, mt_bucket *b) {
+    const mt_options *o = m->options;
+    int64_t size = mt_dtype_size(b->dtype), end = 0;
+    bool may = m->plan.train && o->lora_rank > 0 && o->lora_base_dtype == MT_BASE_FP8 && !b->trained, any = false;
+    for (mt_param *param = m->params + b->first_param; param < m->params + b->first_param + b->num_params; param++) {
+        param->place = param->offset * size;
+        if (!may) continue;
+        param->in_fp8 = param->continues ? param[-1].in_fp8 : param->takes_fp8 && mt_layer_takes_fp8(o, param->layer);
+        any |= param->in_fp8;
+    }
+    for (mt_param *param = m->params + b->first_param; any && param < m->params + b->first_param + b->num_params;
+         param++) {
+        param->place = param->continues ? end : mt_align(end);
+        end = param->place + param->rows * param->cols * (param->in_fp8 ? 1 : size);
+        param->first_scale = b->num_scales;
+        if (param->in_fp8) b->num_scales += mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    }
+    if (any) b->bytes = mt_align(end);
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
  * aligned shards of equal size, unless these must begin and end at matrices. */
 static void mt_buckets_size(mt_model *m) {
@@ -13240,6 +13500,8 @@ static void mt_buckets_size(mt_model *m) {
         bool has_experts = b->group == &m->grid->expert_data;
         if (shards > 1 && b->trained) mt_bucket_share(m, b, loads + has_experts * ranks);
         b->v_count = mt_clamp(b->shard_first + b->shard_count - with_one, 0, b->shard_count);
+        b->bytes = b->count * mt_dtype_size(b->dtype);
+        mt_bucket_place(m, b);
     }
     free(loads);
 }
@@ -13347,9 +13609,10 @@ static void mt_sharding_start(mt_model *m) {
     mt_buckets_group(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
+        if (b->params) m->ops->memory_zero(b->params, b->bytes, m->stream);
+        if (b->num_scales > 0) m->ops->memory_zero(b->scales, b->num_scales * 4, m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
+        for (int state = b->params ? MT_STATE_MASTER : MT_STATE_WEIGHTS; state < MT_NUM_STATES; state++) {
             mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
@@ -13728,6 +13991,11 @@ static void mt_gradients_begin(mt_model *m) {
         memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
+    for (int half = 0; half < 2; half++) { // biases without layers on this rank have gradients of 0
+        if (m->relative_bucket[half] < 0 || !mt_half_begins(m, m->num_chunks, half)) continue;
+        mt_bucket_gradients_acquire(m, m->relative_bucket[half]);
+        mt_bucket_gradients_release(m, m->relative_bucket[half], true);
+    }
 }
 
 /* Completes all reductions: every rank has the sum over ranks of its shard, or identical bits of the whole bucket. */
@@ -13764,8 +14032,8 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
 }
 
 /* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
- * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
- * all-reduce. */
+ * own rows or heads, the copies of the word embedding on the first and last stage, and copies of biases by distance on
+ * all stages. Adjacent parameters share one all-reduce. */
 static void mt_gradients_reduce_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -13783,6 +14051,11 @@ static void mt_gradients_reduce_model(mt_model *m) {
     if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
+    for (int half = 0; half < 2 && m->grid->pipeline.size > 1; half++) {
+        if (m->relative_bucket[half] < 0 || !m->buckets[m->relative_bucket[half]].trained) continue;
+        const mt_bucket *b = &m->buckets[m->relative_bucket[half]];
+        m->ops->all_reduce(b->grad_shard, b->shard_count, MT_SUM, b->grad_dtype, &m->grid->pipeline, m->stream);
+    }
 }
 
 /* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
@@ -13822,7 +14095,8 @@ static void mt_plan_buckets(mt_model *m) {
     mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER], *cache = &m->parts[MT_PART_CACHE];
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
-        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->bytes);
+        if (b->num_scales > 0) b->scales = mt_arena_alloc(arena, b->num_scales * 4);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_at(b->params, b->shard_first, b->dtype)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
         if (!m->plan.train || !b->trained) continue;
@@ -13874,6 +14148,7 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
+    MT_CHECK(b->num_scales == 0 || state != MT_STATE_WEIGHTS);
     MT_CHECK(!(m->resting_parts & (1u << MT_PART_PARAMS | (state != MT_STATE_WEIGHTS) << MT_PART_OPTIMIZER)));
     void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state == MT_STATE_EXP_AVG_SQ)
@@ -13882,6 +14157,14 @@ mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state
         return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_shard){b->params, 0, b->count, b->dtype};
+}
+
+mt_shard mt_state_shard(const mt_model *m, const mt_param *param, mt_param_state state) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    if (b->num_scales == 0 || state != MT_STATE_WEIGHTS) return mt_bucket_shard(m, param->bucket, state);
+    MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
+    return (mt_shard){(char *)b->params + param->place, param->offset, param->rows * param->cols,
+                      param->in_fp8 ? MT_F8_E4M3 : b->dtype};
 }
 
 void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *from, int64_t n) {
@@ -13901,7 +14184,44 @@ void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin,
     *end = mt_min(shard->first + shard->count - param->offset, param->rows * param->cols);
 }
 
+/* The scales of a frozen matrix in fp8. */
+static float *mt_base_scales(const mt_model *m, const mt_param *param, int64_t *count) {
+    *count = mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    return m->buckets[param->bucket].scales + param->first_scale;
+}
+
+static void mt_base_write(mt_model *m, const mt_param *param, const float *values) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales;
+    float *to = mt_base_scales(m, param, &num_scales), *inverse_scales = mt_calloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(shard.count);
+    mt_fp8_base_quantize(codes, inverse_scales, values, param->rows, param->cols);
+    mt_shard_write(m, &shard, shard.first, codes, shard.count);
+    mt_copy_wait(m, to, inverse_scales, num_scales * 4);
+    free(codes), free(inverse_scales);
+}
+
+/* values[n] = elements of a frozen matrix in fp8, from element `at` on. */
+static void mt_base_read(mt_model *m, const mt_param *param, int64_t at, float *values, int64_t n) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales, C = param->cols;
+    const float *from = mt_base_scales(m, param, &num_scales);
+    float *inverse_scales = mt_malloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(n);
+    m->ops->memory_copy(inverse_scales, from, num_scales * 4, m->stream);
+    mt_copy_wait(m, codes, (const uint8_t *)shard.data + at, n);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t block = mt_fp8_scale_index(param->rows, C, MT_FP8_BLOCK_128, (at + i) / C, (at + i) % C);
+        values[i] = mt_f8_to_f32(codes[i], MT_F8_E4M3) * inverse_scales[block];
+    }
+    free(codes), free(inverse_scales);
+}
+
 void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, const float *values) {
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_write(m, param, values);
+        return;
+    }
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t begin, end;
     mt_param_part(param, &shard, &begin, &end);
@@ -13914,11 +14234,15 @@ void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, co
 }
 
 void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_read(m, param, at, values, n);
+        return;
+    }
+    mt_shard shard = mt_state_shard(m, param, state);
     int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
     float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
     void *codes = mt_malloc(n * size);
-    if (mt_state_has_scale(shard.dtype))
+    if (state != MT_STATE_WEIGHTS && mt_state_has_scale(shard.dtype))
         m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
     mt_copy_wait(m, codes, (const char *)shard.data + first * size, n * size);
     mt_state_load(values, codes, 0, n, shard.dtype, amax);
@@ -14805,7 +15129,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_post(m, &m->links[links[direction]], m->max_rows)) break;
+            if (!mt_link_post(m, &m->links[links[direction]], mt_boundary_tensors(m) * m->max_rows)) break;
         }
 }
 
@@ -14988,6 +15312,7 @@ static const char *mt_step_operand(const mt_step_result *result, const char *fau
         const char *name;
     } names[] = {{MT_REF_LOGP, "the log-probabilities of the reference model (--ref-load)"},
                  {MT_OPERAND_TEACHER, "the logits of the teacher (--teacher-load)"},
+                 {MT_TEACHER_LOGP, "the log-probabilities of the teacher"},
                  {MT_OLD_VALUES, "the values of the critic"},
                  {MT_OLD_LOGP, "the old log-probabilities"},
                  {MT_ROLLOUT_WEIGHTS, "the rollout weights"},
@@ -15289,10 +15614,17 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
         if (!counts || count == 0) continue;
         bool is_exact = b->master && mt_state_dtype(m, MT_STATE_MASTER) == MT_F32;
         mt_dtype dtype = is_exact ? MT_F32 : b->dtype;
-        const void *values = mt_at(is_exact ? b->master : b->param_shard, begin, dtype);
+        const void *values = is_exact            ? mt_at(b->master, begin, dtype)
+                             : b->num_scales > 0 ? mt_state_shard(m, param, MT_STATE_WEIGHTS).data
+                                                 : mt_at(b->param_shard, begin, dtype);
         const void *grads = b->trained ? mt_at(b->grad_shard, begin, b->grad_dtype) : NULL;
         if (o->log_num_zeros_in_grad && grads) sums[0] += mt_measure(m, grads, count, b->grad_dtype, true, piece);
-        if (o->log_params_norm) sums[1] += mt_measure(m, values, count, dtype, false, piece);
+        for (int64_t at = 0, n; o->log_params_norm && param->in_fp8 && at < count; at += n) {
+            n = mt_min(MT_MEASURED_PIECE, count - at);
+            mt_state_read(m, param, MT_STATE_WEIGHTS, at, piece, n);
+            mt_cpu_ops.squared_norm(&sums[1], piece, n, MT_F32, NULL);
+        }
+        if (o->log_params_norm && !param->in_fp8) sums[1] += mt_measure(m, values, count, dtype, false, piece);
     }
     free(piece);
     mt_all_reduce_sum(&m->grid->world, sums, 2, MT_F64);
@@ -15302,11 +15634,11 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
 /* FNV-1a of a parameter's bytes, in the 52 bits that a double holds. */
 static double mt_param_hash(mt_model *m, const mt_param *param, void *piece) {
     const mt_bucket *b = &m->buckets[param->bucket];
-    int64_t n = param->rows * param->cols, size = mt_dtype_size(b->dtype);
+    int64_t n = param->rows * param->cols, size = param->in_fp8 ? 1 : mt_dtype_size(b->dtype);
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {
         int64_t bytes = mt_min(MT_MEASURED_PIECE, n - first) * size;
-        mt_copy_wait(m, piece, mt_at(b->params, param->offset + first, b->dtype), bytes);
+        mt_copy_wait(m, piece, (const char *)b->params + param->place + first * size, bytes);
         for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)piece)[i]) * 0x100000001b3u;
     }
     return (double)(hash >> 12);
@@ -15653,8 +15985,8 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
     if (m->vision) mt_vision_plan_batch(m, mb, arena);
     mt_slots slots = {.count = 0}, *s = &slots;
     if (!mt_has_encoder(m)) return;
-    MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
-    mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
+    if (mt_begins_in_encoder(m, mb->chunk)) MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
+    if (!mt_ends_in_encoder(m, mb->chunk)) mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
     mt_slots_allocate(s, MT_KEEP, &mb->encoder.output, arena);
 }
 
@@ -15676,9 +16008,9 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
+    int64_t message = mt_boundary_tensors(m) * m->max_rows * m->C * mt_dtype_size(m->residual_dtype);
     for (int i = 0; i < MT_NUM_LINKS; i++)
-        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->residual_dtype));
+        for (int64_t k = 0; k < m->links[i].num_buffers; k++) m->links[i].buffers[k] = mt_arena_alloc(arena, message);
 }
 
 static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
@@ -15709,6 +16041,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_has_encoder(m)) s->dencoder = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
@@ -15799,10 +16132,22 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         l->fp8->inverse_scales = mt_at(inverse_scales, operand * MT_FP8_SCALE_STEP, MT_F32);
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
-        if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
+        if (l->fp8->num_amaxes > 0) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
+}
+
+/* --lora-base-dtype fp8: the values of the largest frozen weight whose codes products do not read. */
+static void mt_plan_base(mt_model *m, mt_arena *arena) {
+    int64_t largest = 0, start = arena->used;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (!param->in_fp8 || param->continues) continue;
+        const mt_linear *l = (const mt_linear *)(const void *)mt_param_weight(m, param);
+        if (!l->fp8 || !l->fp8->gathered) largest = mt_max(largest, mt_max(l->num_experts, 1) * l->N * l->K);
+    }
+    m->base_values = mt_arena_alloc(arena, largest * mt_dtype_size(m->dtype));
+    m->bytes[MT_PLAN_FP8] += arena->used - start;
 }
 
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
@@ -15821,7 +16166,9 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
+    m->bytes[MT_PLAN_FP8] = 0;
     if (m->fp8) mt_plan_fp8(m, arena);
+    mt_plan_base(m, arena);
 }
 
 int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
@@ -16003,6 +16350,32 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
+/* --lora-base-dtype fp8: room for the parts of frozen weights. */
+static int mt_model_base(mt_model *m, mt_error *error) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        for (next = i + 1; next < m->num_params && m->params[next].continues;) next++;
+        if (!param->in_fp8) continue;
+        if (m->sharding->strategy == MT_SHARD_PARAMS)
+            return mt_error_set(error, "--lora-base-dtype fp8 keeps the frozen weights on every data-parallel rank; "
+                                       "take --data-parallel-sharding-strategy optim_grads, or leave it out");
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        l->base = mt_model_calloc(m, (int64_t)sizeof *l->base);
+        l->base->parts = mt_model_calloc(m, (next - i) * (int64_t)sizeof *l->base->parts);
+        m->has_base = true;
+    }
+    return 0;
+}
+
+/* True if products read the codes of a frozen weight: as it is stored, its blocks are those of the whole operand. */
+static bool mt_fp8_reads_base(const mt_model *m, const mt_linear *l, const mt_param *param, const mt_fp8 *recipe) {
+    if (!l->base || recipe->weight_blocks != MT_FP8_BLOCK_128) return false;
+    if (l->K % 128 != 0 || l->N % MT_FP8_WIDTH != 0 || (l->num_experts > 1 && l->N % 128 != 0)) return false;
+    for (const mt_param *next = param + 1; next < m->params + m->num_params && next->continues; next++)
+        if (next[-1].rows % 128 != 0) return false;
+    return true;
+}
+
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
     enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
@@ -16052,20 +16425,18 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
     f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
     f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
-    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
-    if (o->first_last_layers_bf16)
-        first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS && !m->has_base;
+    f->history_length = o->fp8_amax_history_len;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         mt_bucket *b = &m->buckets[param->bucket];
         int64_t number = param->layer, size = mt_dtype_size(b->dtype);
-        bool in_fp8 = param->takes_fp8 && number >= first && number < end;
+        bool in_fp8 = param->takes_fp8 && mt_layer_takes_fp8(o, number);
         if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
         if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
@@ -16073,7 +16444,8 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
+        bool reads_base = mt_fp8_reads_base(m, l, param, &f->recipe);
+        l->fp8->gathered = reads_base || (o->fp8_param_gather && b->strategy != MT_NO_SHARD);
         mt_layer *w = mt_layer_find(m, number);
         for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
             l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
@@ -16090,6 +16462,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
                                 (long long)l->K);
         if (!l->fp8->gathered) continue;
         l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
+        if (reads_base) continue;
         l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
         l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
@@ -16516,7 +16889,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_adapters(m);
     if (m->plan.num_adapters > 0)
         m->adapter_tables = mt_model_calloc(m, m->plan.num_adapters * (int64_t)sizeof *m->adapter_tables);
-    if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
+    bool failed = mt_model_base(m, error) != 0 || mt_model_fp8(m, o, error) != 0;
+    if (mt_agree(&grid->world, failed, error) != 0) return -1; // a stage has its own layers
     mt_mtp_share(m);
     mt_model_slots(m, m->options);
     mt_model_links(m);
@@ -16692,7 +17066,13 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    mt_shard shard = mt_state_shard(m, param, state);
+    bool quantizes = param->in_fp8 && state == MT_STATE_WEIGHTS;
+    int64_t bytes = shard.count * mt_dtype_size(m->dtype);
+    if (quantizes) { // drawn in the model's type first
+        shard.data = m->ops->memory_alloc_ordered(bytes, m->stream), shard.dtype = m->dtype;
+        m->ops->memory_zero(shard.data, bytes, m->stream);
+    }
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     // The parts of a dense MLP that is upcycled are chosen together: E / granularity rows, each repeated.
@@ -16705,6 +17085,16 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
         for (int64_t row = 0; row < rows; row++)
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
+    if (!quantizes) return;
+    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
+    mt_copy_wait(m, drawn, shard.data, bytes);
+    if (drawn != values) {
+        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
+        free(drawn);
+    }
+    mt_state_write(m, param, state, values);
+    free(values);
+    m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
 /* Master weights with a scale start as the weights, as in Transformer Engine. */
@@ -17122,7 +17512,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
     MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
     mt_arena arena = {0};
-    b->plan = *plan;
+    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX};
     mt_batch_alloc(&b->batch, plan->max_tokens);
     if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
@@ -17344,6 +17734,36 @@ static void mt_batcher_add_logits(mt_batcher *b, int64_t row, int64_t i) {
     b->logit_rows[b->num_logits] = (int32_t)row, b->logit_sequences[b->num_logits++] = i;
 }
 
+/* Keys that `count` tokens from position `at` on attend to. */
+static int64_t mt_prompt_keys(int64_t at, int64_t count) {
+    return count * at + count * (count + 1) / 2;
+}
+
+/* True if the forward may read no more of prompts. */
+static bool mt_prefill_is_full(const mt_batcher *b) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    return read->tokens >= most->tokens || (read->tokens > 0 && read->keys >= most->keys) ||
+           read->viewed > most->viewed;
+}
+
+/* The tokens of a prompt from position `at` on, of `count`, that the limits of the forward leave room for; the first
+ * `viewed` have views. The first token of all fits unless no token may be read. */
+static int64_t mt_prefill_fits(const mt_batcher *b, int64_t at, int64_t count, int64_t viewed) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    if (mt_prefill_is_full(b)) return 0;
+    int64_t least = read->tokens == 0 && most->tokens > 0, views = mt_min(b->plan.max_viewed, most->viewed);
+    int64_t low = 0, high = mt_min(count, most->tokens - read->tokens);
+    if (viewed > 0) high = mt_min(high, views - read->viewed);
+    while (low < high) { // the keys of `low` tokens fit, those of `high` + 1 do not
+        int64_t middle = low + (high - low + 1) / 2;
+        if (mt_prompt_keys(at, middle) <= most->keys - read->keys)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return mt_max(low, least);
+}
+
 /* Adds the uncached tokens of sequence i, as many as fit, as one span. */
 static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
     mt_cache_slot *s = &b->slots[sequence->slot];
@@ -17352,9 +17772,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
-    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
-    if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
+    if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -17369,8 +17788,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
             (mt_span){.k_start = sequence->slot * b->plan.max_inputs, .k_len = sequence->num_inputs};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (is_prefill) b->num_prefill += count;
-    viewed = mt_min(viewed, count), b->num_viewed += viewed;
+    viewed = mt_min(viewed, count);
+    if (is_prefill) {
+        b->prefill.tokens += count, b->prefill.viewed += viewed;
+        b->prefill.keys += mt_prompt_keys(cached, count);
+    }
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
 }
@@ -17418,8 +17840,9 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
-    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = 0;
     b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
+    b->prefill = (mt_prefill){.tokens = 0};
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
@@ -17439,12 +17862,23 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
-        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
+        if (mt_prefill_is_full(b)) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
+}
+
+mt_streams mt_batcher_streams(const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
+    mt_streams streams = {.count = 0};
+    for (int64_t i = 0; i < count; i++) {
+        const mt_sequence *sequence = &sequences[i];
+        bool writes = sequence->finish == MT_UNFINISHED && sequence->num_tokens > sequence->num_prompt;
+        if (!writes || sequence->slot < 0 || b->slots[sequence->slot].num_cached + 1 != sequence->num_tokens) continue;
+        streams.count++, streams.keys += sequence->num_tokens;
+    }
+    return streams;
 }
 
 void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
@@ -17658,19 +18092,28 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     mt_generator_totals *totals = &g->totals;
     if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
     int status = mt_generator_forward(g, sequences, error);
-    totals->prefill_tokens += g->batcher->num_prefill;
-    totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits - g->batcher->num_viewed;
-    *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
+    const mt_prefill *read = &g->batcher->prefill;
+    totals->prefill_tokens += read->tokens;
+    totals->decode_tokens += read->tokens > 0 ? 0 : g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits - read->viewed;
+    *(read->tokens > 0 ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
 }
 
-void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
-    MT_CHECK(tokens > 0);
-    g->batcher->max_prefill = tokens;
+void mt_generator_limit_prefill(mt_generator *g, const mt_prefill *limit) {
+    MT_CHECK(limit->tokens >= 0);
+    g->batcher->max_prefill = *limit;
+}
+
+mt_prefill mt_generator_read_prefill(const mt_generator *g) {
+    return g->batcher->prefill;
+}
+
+mt_streams mt_generator_streams(const mt_generator *g, const mt_sequence *sequences, int64_t count) {
+    return mt_batcher_streams(g->batcher, sequences, count);
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {
@@ -20476,7 +20919,8 @@ static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p) {
 
 static void mt_cross_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, groups = mt_layer_groups(m, w);
-    MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *q = MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype);
+    q->stash_of = offsetof(mt_layer, cross_q), q->input = MT_OFFLOAD_CORE_ATTN;
     MT_SLOT(s, cross_kv, T, groups * (m->D + m->Dv), m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
     mt_core_attention_slots(m, s);
 }
@@ -20514,7 +20958,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_layer_scratch *s = &m->scratch;
     void *dq = s->dqkv, *dkv = mt_at(s->dqkv, m->plan.max_tokens * m->H * m->D, m->dtype);
     mt_pass encoder = mt_encoder_pass(m, p);
-    MT_CHECK(!d->left && p->halves == MT_BACKWARD_BOTH);
+    MT_CHECK(!d->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), d->dout, s->dattended);
     mt_attention call = mt_cross_call(m, p, w, a);
     call.dq = dq, call.dk = dkv, call.dv = mt_at(dkv, w->G * m->D, m->dtype);
@@ -20523,6 +20967,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->memory_zero(dkv, encoder.T * call.k_stride * mt_dtype_size(m->dtype), p->stream);
     mt_attend_backward(m->ops, &call, m->dtype, p->stream);
     mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
+    // a split backward defers no product with the memory, whose dy has no stash
     mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
     mt_add_to(m, &encoder, s->dmemory, s->dinput);
     mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
@@ -20543,28 +20988,38 @@ static double mt_cross_multiplications(const mt_options *o, int64_t layer) {
     return C * heads * (D + Dv) + of_memory * C * groups * (D + Dv) + heads * (D + Dv) * keys;
 }
 
+/* The keys and values of a memory, of the chunk's layers of cross attention, for one place of the cache. */
+static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t slot) {
+    int64_t chunk = encoder->mb->chunk;
+    for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
+        const mt_layer *w = &m->layers[i];
+        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
+        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
+        mt_bucket_acquire(m, w->bucket);
+        mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
+        mt_bucket_release(m, w->bucket);
+    }
+}
+
 void mt_model_encode(mt_model *m, int64_t slot, const int32_t *inputs, int64_t n) {
-    mt_micro_batch *mb = mt_micro_batch_find(m, 0, -1);
     int32_t start = 0; // of the decoder, whose tokens this pass has not
     mt_span one = {.q_len = 1, .k_len = 1, .causal = true}, whole = {.q_len = n, .k_len = n};
     mt_batch batch = {.num_tokens = 1, .tokens = &start, .positions = &start, .num_spans = 1, .spans = &one};
     MT_CHECK(mt_has_encoder(m) && n >= 1 && n <= m->plan.max_inputs && slot >= 0 && slot < m->plan.cache_sequences);
     batch.encoder = (mt_encoder_batch){.num_tokens = n, .num_spans = 1, .spans = &whole};
     batch.encoder.tokens = memcpy(m->inputs, inputs, (size_t)n * 4);
-    (void)mt_batch_block_open(m, mb, &batch, 0);
-    mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
-    int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
-    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
-    mt_encoder_forward(m, &encoder);
-    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
-        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[w - m->layers], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
-        mt_linear_io kv = {.x = mb->encoder.output.norm.y, .y = place};
-        mt_bucket_acquire(m, w->bucket);
-        mt_linear_forward(mt_linears(&encoder), &w->cross_kv, &kv);
-        mt_bucket_release(m, w->bucket);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
+        (void)mt_batch_block_open(m, mb, &batch, 0);
+        mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
+        int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
+        p.encode = true;
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+        if (!mt_ends_in_encoder(m, chunk)) mt_chunk_keep_memory(m, &encoder, slot);
+        m->ops->stream_synchronize(m->stream); // the next pass fills the same block
     }
-    m->ops->stream_synchronize(m->stream); // the next pass fills the same block
 }
 
 /* Parts and layouts that encoder-decoders do not have, or that are not tried with them. */
@@ -20573,10 +21028,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
         {o->context_parallel_size > 1,
          "--context-parallel-size %lld: an encoder-decoder keeps its sequences whole; leave it out",
          {o->context_parallel_size}},
-        {o->pipeline_model_parallel_size > 1,
-         "--pipeline-model-parallel-size %lld: an encoder-decoder is one stage so far; leave it out, and take "
-         "--tensor-model-parallel-size",
-         {o->pipeline_model_parallel_size}},
         {.broken = o->fp8_format != MT_FP8_OFF,
          .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
         {.broken = o->lora_rank > 0, .message = "--lora-rank: an encoder-decoder has no adapters so far; leave it out"},

@@ -389,6 +389,8 @@ typedef enum mt_fp8_recipe {
     MT_FP8_MXFP8       // 1 x 32
 } mt_fp8_recipe;
 typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
+/* The frozen matrices of layers below adapters: in the model's type, or in e4m3 with a scale for 128 x 128. */
+typedef enum mt_base_dtype { MT_BASE_AS_MODEL, MT_BASE_FP8 } mt_base_dtype;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -502,6 +504,13 @@ typedef enum mt_distillation_balance {
     MT_DISTILL_BALANCE_HIDDEN, // divergence + hidden, which is scaled to the divergence's size
     MT_DISTILL_BALANCE_ALL     // cross-entropy + s of that sum, which is scaled to the cross-entropy's size
 } mt_distillation_balance;
+/* --distillation-in: the place of the divergence from a teacher in reinforcement learning. */
+typedef enum mt_distillation_in {
+    MT_DISTILL_IN_NONE,
+    MT_DISTILL_IN_LOSS,            // a term of the loss
+    MT_DISTILL_IN_POLICY_GRADIENT, // a policy loss of its own whose advantages are the negative divergences
+    MT_DISTILL_IN_ADVANTAGES       // subtracted from the advantages, by the old policy's log-probabilities
+} mt_distillation_in;
 /* Rewards of responses: see data/learn/rewards.h; MODEL: by a reward model. */
 typedef enum mt_reward_kind {
     MT_REWARD_EXACT,   // 1 if the response is the answer, apart from white space around them; else 0
@@ -509,7 +518,8 @@ typedef enum mt_reward_kind {
     MT_REWARD_REGEX,   // 1 if a pattern matches in the response; else 0
     MT_REWARD_COMMAND, // a program's number
     MT_REWARD_MODEL,   // the value of a reward model
-    MT_REWARD_ENV      // the sum of the rewards of the environment that holds the conversation
+    MT_REWARD_ENV,     // the sum of the rewards of the environment that holds the conversation
+    MT_REWARD_NONE     // 0
 } mt_reward_kind;
 /* The stage of training (--stage). */
 typedef enum mt_training_stage {
@@ -804,6 +814,7 @@ typedef struct mt_options {
     /* adapters; lora_rank 0: none */
     int64_t lora_rank;
     double lora_alpha, lora_dropout;
+    mt_base_dtype lora_base_dtype;
     /* derived values, which have no option */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
@@ -1129,6 +1140,15 @@ typedef struct mt_fp8_shard_args {
     const float *scale; // [1]: of delayed scaling; NULL: amax gives the scales
 } mt_fp8_shard_args;
 
+/* The operands of dequantize: out[R, C] = the values of codes[R, C] in e4m3, without gaps between rows; scales as those
+ * of MT_FP8_BLOCK_128. */
+typedef struct mt_dequantize_args {
+    const uint8_t *codes;
+    const float *inverse_scales; // [ceil(R / 128), ceil(C / 128) rounded up to 4]
+    int64_t R, C;
+    void *out;
+} mt_dequantize_args;
+
 /* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
 typedef struct mt_fp8_product_args {
     mt_fp8_matrix a, b;
@@ -1173,6 +1193,8 @@ typedef struct mt_fp8_scale_args {
        mt_stream *stream)                                                                                              \
     OP(fp8_shard_quantize, mt_work_bytes(a->n *(mt_dtype_size(dtype) + 1), MT_U8), (a, dtype, stream),                 \
        const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
+    OP(dequantize, mt_work_bytes(a->R * a->C * (1 + mt_dtype_size(dtype)), MT_U8), (a, dtype, stream),                 \
+       const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
     OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
        int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
@@ -2866,6 +2888,14 @@ typedef struct mt_fp8_linear {
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
+/* --lora-base-dtype fp8: the values of a frozen weight, which each use of its linear computes from codes into memory
+ * that all linears share. Scales begin anew with each parameter; neighbours whose blocks do not cut them are one part.
+ */
+typedef struct mt_fp8_base {
+    mt_dequantize_args *parts; // one after the other in the weight
+    int64_t num_parts;
+} mt_fp8_base;
+
 /* Memory for the adapters of one product at a time. */
 typedef struct mt_adapter_scratch {
     void *rows; // [2, T, widest R]
@@ -2902,6 +2932,7 @@ typedef struct mt_linear {
     mt_linear_kind kind;
     bool omits_bias;    // grouped: y is a partial sum, and another rank adds the bias
     mt_fp8_linear *fp8; // NULL: products in the type of activations
+    mt_fp8_base *base;  // of a weight that is stored in fp8, whose weight.w is NULL; NULL: it is not
     mt_adapter adapter; // R 0: none
 } mt_linear;
 
@@ -2978,6 +3009,7 @@ typedef struct mt_loss_tokens {
     const double *divergence, *hidden;                                     // [T] from the teacher; or NULL
     const double *old_logp, *ref_logp, *advantages, *returns, *old_values; // [T] operands; NULL where a loss has none
     const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
+    const double *teacher_logp;                                            // [T] on-policy distillation; or NULL
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
 } mt_loss_tokens;
 
@@ -2998,7 +3030,19 @@ typedef struct mt_aggregation {
     bool counts_empty; // means over sequences count those without counted tokens, as verl's geo_mean does
 } mt_aggregation;
 
-/* policy weight + kl_coef KL - entropy_coef entropy. */
+/* On-policy distillation: the divergence D of the policy from the teacher at the tokens that the policy wrote, by an
+ * estimator of `type`, as verl's distillation_ppo_loss has it. */
+typedef struct mt_distill_policy_config {
+    mt_distillation_in in; // LOSS, POLICY_GRADIENT; otherwise the loss has no such term
+    mt_kl_type type;
+    double coef;                            // of the term
+    double max_clamp;                       // D is clipped to +- this; 0: not
+    double clip_ratio_low, clip_ratio_high; // POLICY_GRADIENT: PPO's range, apart from that of the policy loss
+    double clip_ratio_c;                    // dual clipping; 0: none
+    bool alone;                             // the loss has no other term
+} mt_distill_policy_config;
+
+/* policy weight + kl_coef KL - entropy_coef entropy + distillation. */
 typedef struct mt_policy_config {
     mt_policy_variant variant;
     mt_aggregation aggregation;    // GSPO, GMPO and SAPO always take MT_SEQ_MEAN_TOKEN_MEAN
@@ -3013,6 +3057,7 @@ typedef struct mt_policy_config {
     double cov_low, cov_high;      // CLIP_COV: the range of covariances from which they are drawn
     double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
+    mt_distill_policy_config distillation; // reads teacher_logp
 } mt_policy_config;
 
 /* A row of the table of policy losses: operands that only some of them read. */
@@ -3033,11 +3078,12 @@ enum {
     MT_POLICY_PPO_KL,         // old_logp - logp
     MT_POLICY_REF_KL,         // by kl_type; 0 without ref_logp
     MT_POLICY_ENTROPY,
+    MT_POLICY_DISTILLATION, // D before it is clipped; 0 without teacher_logp
 };
 
 /* Adds to sums and to t->dlogp, t->dentropy. Reads logp, old_logp (NULL: the policy is the old one, r = 1), advantages
- * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR)
- * and, with their coefficients, ref_logp and entropy. */
+ * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR),
+ * with their coefficients ref_logp and entropy, and with distillation teacher_logp. */
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums);
 
 /* KL's estimate for one token; *dlogp: its derivative by logp. */
@@ -3353,6 +3399,9 @@ typedef struct mt_param {
     mt_optimizer optimizer; // that steps it
     bool joins;             // a step on matrices: it and the parameter before it are one matrix
     int64_t bucket, offset; // of its first element in the bucket
+    int64_t place;          // its first byte in mt_bucket.params
+    bool in_fp8;            // of a frozen matrix: codes in e4m3
+    int64_t first_scale;    // in_fp8: of its blocks in mt_bucket.scales
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
     const char *field_name; // private: its name there
@@ -3376,8 +3425,11 @@ typedef struct mt_bucket {
     int64_t decay_count;  // the leading elements with weight decay
     int64_t matrix_count; // the leading elements of matrices that a step takes whole: all with weight decay, or 0
     int64_t shard_first, shard_count;
-    mt_share *shares;    // [group->size] the shards of all ranks; NULL: equal ones, or one
-    void *params;        // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    mt_share *shares; // [group->size] the shards of all ranks; NULL: equal ones, or one
+    void *params;     // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    int64_t bytes;    // of params: count elements, or the places of parameters if some are in fp8
+    float *scales;    // [num_scales] inverse ones, of the parameters in fp8
+    int64_t num_scales;
     float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
@@ -3449,6 +3501,7 @@ typedef enum mt_loss_input {
     MT_OLD_VALUES,      // its value when it was generated
     MT_ROLLOUT_WEIGHTS, // its weight in a policy loss, where generator and training differ
     MT_SELECTED,        // 1 for tokens that a policy loss treats apart, else 0
+    MT_TEACHER_LOGP,    // by the teacher of on-policy distillation
     MT_NUM_LOSS_INPUTS
 } mt_loss_input;
 
@@ -3929,13 +3982,17 @@ mt_dtype mt_state_dtype(const mt_model *model, mt_param_state state);
 /* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets, this gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
 
-/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). */
+/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). The
+ * weights of a bucket that has some in fp8 are no shard: see mt_state_shard. */
 typedef struct mt_shard {
     void *data;
     int64_t first, count;
     mt_dtype dtype;
 } mt_shard;
 mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state state);
+
+/* The same for a parameter: the shard of its bucket, or where that has weights in fp8, the parameter's own. */
+mt_shard mt_state_shard(const mt_model *model, const mt_param *param, mt_param_state state);
 
 /* Sets the shard's part of elements [at, at + n) of its bucket from host memory of the shard's type, or to zero if
  * `from` is NULL. Enqueued on the model's stream; invalidates gathered copies. */
@@ -3945,8 +4002,8 @@ void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const vo
 void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end);
 
 /* Sets this rank's part of a state with scales, which mt_param_part gives and is not empty, from its values in host
- * memory, and its scale. Reads n elements of that part of any state, from element `at` of the parameter on. Both wait
- * for the device. */
+ * memory, and its scale; weights in fp8: those of all blocks. Reads n elements of that part of any state, from element
+ * `at` of the parameter on. Both wait for the device. */
 void mt_state_write(mt_model *model, const mt_param *param, mt_param_state state, const float *values);
 void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n);
 
@@ -4232,9 +4289,27 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
-/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
- * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
-void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+/* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
+ * them, t + 1 for the token at position t; and tokens whose logits are viewed although the next token is known. */
+typedef struct mt_prefill {
+    int64_t tokens, keys, viewed;
+} mt_prefill;
+
+/* Limits the work on prompts in a forward from now on, the same on every rank: less lets running sequences wait less
+ * for their next token, and prompts longer. With `tokens` 0 a forward reads none; otherwise it may read one token of a
+ * prompt that has more keys than the limit. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, const mt_prefill *limit);
+
+/* The work on prompts in the last forward. */
+mt_prefill mt_generator_read_prefill(const mt_generator *generator);
+
+/* The sequences whose next forward is a decode step: their number, and the keys that their tokens attend to. */
+typedef struct mt_streams {
+    int64_t count, keys;
+} mt_streams;
+
+/* Of sequences[count], between steps. */
+mt_streams mt_generator_streams(const mt_generator *generator, const mt_sequence *sequences, int64_t count);
 
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
@@ -4272,17 +4347,16 @@ typedef struct mt_batcher {
     mt_batch batch;           // with its page table
     int32_t *cache_rows;      // [num_tokens] where keys and values are written
     int64_t num_logits;       // rows whose logits are needed
-    int64_t num_viewed;       // of them those of tokens within prompts, which give no token
     int32_t *logit_rows;      // [num_logits]
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
     mt_cache_copy *copies;
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
-    int64_t num_prefill; // tokens of prompts, and of sequences that were put back
-    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
-    int64_t num_begun;   // sequences whose memory is computed before the forward (mt_model_encode)
-    int64_t *begun;      // their slots
+    mt_prefill prefill;     // of prompts, and of sequences that were put back
+    mt_prefill max_prefill; // of a forward; the caller may change it between forwards; at first as much as fits
+    int64_t num_begun;      // sequences whose memory is computed before the forward (mt_model_encode)
+    int64_t *begun;         // their slots
     /* private */
     struct mt_cache_slot *slots;
     struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
@@ -4298,6 +4372,9 @@ void mt_batcher_destroy(mt_batcher *batcher);
  * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
  * mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* Of the sequences, between forwards: see mt_streams. */
+mt_streams mt_batcher_streams(const mt_batcher *batcher, const mt_sequence *sequences, int64_t count);
 
 /* True for a row of logits of a token within a prompt: the token that follows is known. */
 bool mt_batcher_row_is_viewed(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);

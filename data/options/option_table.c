@@ -353,6 +353,16 @@ const mt_option mt_option_table[] = {
      .needs = "any: decoder-num-layers"},
     {"decoder-seq-length", MT_INT, MT_AT(decoder_seq_length), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741823]",
      "tokens per sequence of its decoder (default: --seq-length)", .needs = "any: decoder-num-layers"},
+    {"mask-prob", MT_REAL, MT_AT(mask_prob), MT_TRAIN, MT_OF_RUN, "0.15", "(0,1)",
+     "share of a text's tokens that are masked, in spans, for an encoder-decoder to find",
+     .needs = "decoder-num-layers", .excludes = "sft, mock-data"},
+    {"short-seq-prob", MT_REAL, MT_AT(short_seq_prob), MT_TRAIN, MT_OF_RUN, "0.1", "[0,1]",
+     "share of its samples that have any length below --encoder-seq-length", .needs = "decoder-num-layers",
+     .excludes = "sft, mock-data"},
+    {"vocab-extra-ids", MT_INT, MT_AT(vocab_extra_ids), MT_TRAIN, MT_OF_RUN, "0", "[0,100000]",
+     "tokens behind the tokenizer's vocabulary that stand for masked spans (default: <extra_id_0> and so on of the "
+     "tokenizer)",
+     .needs = "decoder-num-layers", .excludes = "sft, mock-data"},
     {"gradient-accumulation-steps", MT_INT, MT_AT(gradient_accumulation_steps), MT_TRAIN, MT_OF_RUN, NULL,
      "[1,1073741824]",
      "micro-batches of a step on each data-parallel rank, instead of --global-batch-size, which is their product",
@@ -594,8 +604,10 @@ const mt_option mt_option_table[] = {
      .needs = "pipeline-model-parallel-size"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
      "'Et*3|(tt|)*6L'|auto",
-     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats; auto (auto*2: two stages a rank): ranks that take equal times in a simulation on --gpu",
+     "the stages in letters: E embedding, t layer (a decoder that attends to an encoder has two for each of its own), "
+     "m "
+     "module of multi-token prediction, L loss, | between stages, *n repeats; auto (auto*2: two stages a rank): ranks "
+     "that take equal times in a simulation on --gpu, or with an encoder do equal work",
      .needs = "pipeline-model-parallel-size",
      .excludes = "num-virtual-stages-per-pipeline-rank, num-layers-per-virtual-pipeline-stage, "
                  "decoder-first-pipeline-num-layers, decoder-last-pipeline-num-layers, "
@@ -1025,7 +1037,7 @@ const mt_option mt_option_table[] = {
     {"rejected-key", MT_STRING, MT_AT(rejected_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
      "field with the rejected response (default: rejected)", .needs = "stage rm|dpo", .own = true},
     {"teacher-load", MT_STRING, MT_AT(teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd",
+     "the teacher: a language model of any shape with the student's vocabulary", .needs = "stage kd|rl",
      .excludes = "rerun-mode validate_results", .own = true}, // a step that is repeated needs the logits again
     {"export-kd-teacher-load", MT_STRING, MT_AT(export_kd_teacher_load), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
      "--stage kd --teacher-load DIR --kd-balance hidden, and without --sft --kd-data pretraining", .own = true},
@@ -1069,12 +1081,53 @@ const mt_option mt_option_table[] = {
     {"adaptive-kl-alpha", MT_REAL, MT_AT(adaptive_kl_alpha), MT_TRAIN, MT_OF_RUN, "0.5", "[0,1]",
      "adaptive_kl: the teacher's tail has at most this probability", .needs = "kd-objective adaptive_kl", .own = true},
 
+    {.help = "on-policy distillation"},
+    {"distillation-in", MT_CHOICE, MT_AT(distillation_in), MT_TRAIN, MT_OF_RUN, "none",
+     "none|loss|policy-gradient|advantages",
+     "the divergence of the actor from a teacher at the tokens of its own responses: a term of the loss; the negative "
+     "advantages of a second policy loss; or subtracted from the advantages, by the old log-probabilities. The teacher "
+     "is --teacher-load, one of --teachers for each prompt, or --self-distillation",
+     .needs = "stage rl", .own = true},
+    {"distillation-loss-mode", MT_CHOICE, MT_AT(distillation_loss_mode), MT_TRAIN, MT_OF_RUN, "k1", "k1|abs|k2|k3",
+     "estimator of that divergence (default: k1, in the loss k3)",
+     .needs = "distillation-in loss|policy-gradient|advantages", .own = true},
+    {"distillation-loss-coef", MT_REAL, MT_AT(distillation_loss_coef), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
+     "its weight", .needs = "distillation-in loss|policy-gradient|advantages", .own = true},
+    {"distillation-loss-max-clamp", MT_REAL, MT_AT(distillation_max_clamp), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
+     "clip the divergence of a token to at most this in magnitude (default: none)",
+     .needs = "distillation-in loss|policy-gradient|advantages", .own = true},
+    {"distillation-clip-ratio-low", MT_REAL, MT_AT(distillation_clip_ratio_low), MT_TRAIN, MT_OF_RUN, "0.2", "(0,1e6]",
+     "clip the ratio of the second policy loss downwards to 1 - this", .needs = "distillation-in policy-gradient",
+     .own = true},
+    {"distillation-clip-ratio-high", MT_REAL, MT_AT(distillation_clip_ratio_high), MT_TRAIN, MT_OF_RUN, "0.2",
+     "(0,1e6]", "the same upwards to 1 + this", .needs = "distillation-in policy-gradient", .own = true},
+    {"use-task-rewards", MT_FLAG, MT_AT(use_task_rewards), MT_TRAIN, MT_OF_RUN, "true", NULL,
+     "rewards train too, beside the divergence", .needs = "distillation-in loss|policy-gradient|advantages",
+     .own = true},
+    {"no-use-task-rewards", MT_NO, MT_AT(use_task_rewards), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "they are reported only: the divergence alone trains, and --reward none needs no answers",
+     .needs = "distillation-in loss|policy-gradient|advantages",
+     .excludes = "adv-estimator gae|remax, dynamic-sampling", .own = true},
+    {"teachers", MT_LIST, MT_AT(teachers), MT_TRAIN, MT_OF_RUN, NULL, "KEY=DIR...",
+     "teachers of the prompts whose field --teacher-key is KEY, or, for *, no other's",
+     .needs = "distillation-in loss|policy-gradient|advantages", .excludes = "teacher-load, self-distillation",
+     .own = true},
+    {"teacher-key", MT_STRING, MT_AT(teacher_key), MT_TRAIN, MT_OF_RUN, NULL, "KEY",
+     "field of a line of --data-path that names its teacher (default: data_source)", .needs = "teachers", .own = true},
+    {"self-distillation", MT_CHOICE, MT_AT(self_distillation), MT_TRAIN, MT_OF_RUN, "none", "none|initial|lagging",
+     "the actor teaches itself: the teacher is the reference model (--ref-load, or the model before training), or a "
+     "copy of the actor that is renewed every --teacher-interval iterations",
+     .needs = "distillation-in loss|policy-gradient|advantages", .excludes = "teacher-load", .own = true},
+    {"teacher-interval", MT_INT, MT_AT(teacher_interval), MT_TRAIN, MT_OF_RUN, "10", "[1,1000000000]",
+     "iterations after which the copy is renewed", .needs = "self-distillation lagging", .own = true},
+
     {.help = "reinforcement learning"},
     {"rollout-batch-size", MT_INT, MT_AT(rollout_batch_size), MT_TRAIN, MT_OF_RUN, "8", "[1,1073741824]",
      "prompts of an iteration", .needs = "stage rl", .own = true},
-    {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model|env",
+    {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model|env|none",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
-     "a program writes; the value of a reward model; the rewards of --env-command (its default); several are added up; "
+     "a program writes; the value of a reward model; the rewards of --env-command (its default); none, where a teacher "
+     "alone trains; several are added up; "
      "of a conversation the first four read the last response",
      .needs = "stage rl, regex: reward-pattern, command: reward-command, model: reward-load, env: env-command",
      .own = true},
@@ -1282,15 +1335,16 @@ const mt_option mt_option_table[] = {
      "[1,1048576]", "ranks that split the experts of that copy",
      .needs = "stage rl, num-experts, rollout-tensor-model-parallel-size", .own = true},
     {"teacher-tensor-model-parallel-size", MT_INT, MT_AT(teacher_tensor_model_parallel_size), MT_TRAIN, MT_OF_RUN, NULL,
-     "[1,1048576]", "tensor-parallel size of the teacher (default: the student's)", .needs = "stage kd", .own = true},
+     "[1,1048576]", "tensor-parallel size of the teacher (default: the student's)", .needs = "stage kd|rl",
+     .own = true},
     {"teacher-pipeline-model-parallel-size", MT_INT, MT_AT(teacher_pipeline_model_parallel_size), MT_TRAIN, MT_OF_RUN,
      NULL, "[1,1048576]",
      "pipeline size of the teacher (default: the student's); another layout than the student's has context size 1",
-     .needs = "stage kd", .own = true},
+     .needs = "stage kd|rl", .own = true},
     {"teacher-expert-model-parallel-size", MT_INT, MT_AT(teacher_expert_model_parallel_size), MT_TRAIN, MT_OF_RUN, NULL,
      "[1,1048576]",
      "ranks that split the teacher's experts (default: the student's size; 1 on another layout than the student's)",
-     .needs = "stage kd", .own = true},
+     .needs = "stage kd|rl", .own = true},
     {"ref-tensor-model-parallel-size", MT_INT, MT_AT(ref_tensor_model_parallel_size), MT_TRAIN, MT_OF_RUN, NULL,
      "[1,1048576]", "tensor-parallel size of the reference model (default: the trained model's)",
      .needs = "stage dpo|rl", .own = true},
@@ -1459,6 +1513,11 @@ const mt_option mt_option_table[] = {
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},
+    {"lora-base-dtype", MT_CHOICE, MT_AT(stack.lora_base_dtype), MT_TRAIN, MT_OF_RUN, "model", "model|fp8",
+     "the frozen matrices of layers; fp8: in e4m3 with a scale for 128 x 128, half the memory of bf16; products read "
+     "their values in the model's type, and with --fp8-recipe blockwise the codes themselves",
+     .needs = "fp8: lora-rank", .excludes = "fp8: stage rl, fp8: data-parallel-sharding-strategy optim_grads_params",
+     .own = true},
     {"convert", MT_STRING, MT_AT(convert), MT_INFER, MT_OF_RUN, NULL, "DIR",
      "write the weights of --load into this folder, in the format of --ckpt-format, and end; takes memory for "
      "one tensor",
