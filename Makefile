@@ -65,7 +65,7 @@ CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $
 B := build/$(or $(CONFIG),default)
 BIN := $(if $(CONFIG),$(B)/bin/)
 
-LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc http cmocka cuda nccl cudnn gnuplot
+LIBRARIES := mpi blas openmp dnnl jansson yaml pcre2 utf8proc http png jpeg cmocka cuda nccl cudnn gnuplot
 ifneq ($(filter-out $(LIBRARIES),$(WITHOUT)),)
 $(error WITHOUT=$(WITHOUT): the libraries are $(LIBRARIES))
 endif
@@ -540,11 +540,13 @@ clean:
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libdnnl-dev libjansson-dev \
-	libyaml-dev libpcre2-dev libutf8proc-dev libmicrohttpd-dev libcmocka-dev gnuplot-nox patch \
-	python3-jinja2
+	libyaml-dev libpcre2-dev libutf8proc-dev libmicrohttpd-dev libpng-dev libjpeg-dev libcmocka-dev gnuplot-nox \
+	patch python3-jinja2
 DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel onednn-devel jansson-devel libyaml-devel \
-	pcre2-devel utf8proc-devel libmicrohttpd-devel libcmocka-devel gnuplot patch python3-jinja2
-BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc libmicrohttpd cmocka gnuplot
+	pcre2-devel utf8proc-devel libmicrohttpd-devel libpng-devel libjpeg-turbo-devel libcmocka-devel gnuplot patch \
+	python3-jinja2
+BREW := gcc make pkg-config open-mpi openblas libomp onednn jansson libyaml pcre2 utf8proc libmicrohttpd libpng \
+	jpeg-turbo cmocka gnuplot
 
 # Installs the packages $1 that are missing, without asking. $2 and $3: their names for dnf and brew.
 define install_packages

@@ -6640,9 +6640,7 @@ int64_t mt_patch_values(const mt_options *o) {
 }
 
 int64_t mt_max_patches(const mt_options *o, int64_t tokens) {
-    int64_t most = tokens * mt_patches_of_token(o);
-    if (o->vision.tower == MT_VISION_NONE) return 0;
-    return o->vision.max_patches > 0 ? mt_min(o->vision.max_patches, most) : most;
+    return o->vision.tower == MT_VISION_NONE ? 0 : tokens * mt_patches_of_token(o);
 }
 
 /* Mergers of deepstack: layers whose outputs it takes. */
@@ -21594,7 +21592,7 @@ static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_er
         if (P > m->plan.max_patches)
             return mt_error_set(error,
                                 "the first %lld of %lld images have %lld patches, and the model is planned for %lld in "
-                                "a micro-batch; lower --micro-batch-size, or raise --vision-max-patches",
+                                "a micro-batch; give fewer or smaller ones",
                                 (long long)i + 1, (long long)images->num_images, (long long)P,
                                 (long long)m->plan.max_patches);
     }

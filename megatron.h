@@ -648,7 +648,6 @@ typedef struct mt_vision_options {
     int64_t image_token_id;      // the placeholder of a merged patch
     int64_t video_token_id, start_token_id, end_token_id; // not read by the stack: videos are not
     bool freeze, freeze_projector;                        // the tower without its mergers; its mergers
-    int64_t max_patches; // of the images of a micro-batch; 0: as many as its tokens can hold
 } mt_vision_options;
 
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
@@ -3573,8 +3572,8 @@ void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
 /* Gives an allocated batch room for images of up to max_patches patches; mt_batch_free frees them too. */
 void mt_batch_alloc_images(mt_batch *batch, const mt_options *options, int64_t max_patches);
 
-/* The numbers of a patch; the patches of the images of a micro-batch of `tokens` tokens, for which memory is planned; 0
- * without a vision tower. */
+/* The numbers of a patch; the most patches that the images of a micro-batch of `tokens` tokens have, for
+ * mt_model_plan.max_patches; 0 without a vision tower. */
 int64_t mt_patch_values(const mt_options *options);
 int64_t mt_max_patches(const mt_options *options, int64_t tokens);
 

@@ -11,7 +11,7 @@ if ! command -v patch >/dev/null; then
 fi
 export OMP_NUM_THREADS=1
 parts='activation optimizer loss family mixer'
-libraries='mpi blas openmp dnnl yaml pcre2 utf8proc cuda nccl cudnn gnuplot cmocka' # to do without
+libraries='mpi blas openmp dnnl yaml pcre2 utf8proc png jpeg cuda nccl cudnn gnuplot cmocka' # to do without
 tree=$work/tree
 
 # copy_with FOLDER FUZZ PART...: a copy of the sources with the patches of parts.

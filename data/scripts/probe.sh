@@ -159,6 +159,13 @@ program microhttpd.h '_Static_assert(MHD_VERSION >= 0x00096900, "0.9.69 or later
 look http 'infer --serve (libmicrohttpd)' 'infer --serve is refused' \
     '|-lmicrohttpd' "$(package libmicrohttpd)" && keep MT_HAVE_HTTP
 
+program png.h 'return png_access_version_number() == 0;'
+look png 'pictures in PNG (libpng)' 'pictures in PNG are refused' '|-lpng' "$(package libpng)" && keep MT_HAVE_PNG
+
+program 'stdio.h jpeglib.h' 'struct jpeg_error_mgr errors; return jpeg_std_error(&errors) == 0;'
+look jpeg 'pictures in JPEG (libjpeg)' 'pictures in JPEG are refused' '|-ljpeg' "$(package libjpeg)" &&
+    keep MT_HAVE_JPEG
+
 program 'stdarg.h stddef.h stdint.h setjmp.h cmocka.h' 'cmocka_set_message_output(CM_OUTPUT_STDOUT);'
 if look cmocka 'make test' 'make test is refused' '|-lcmocka' "$(package cmocka)"; then
     echo "CMOCKA_LIBS = $found_libs" >>"$work/config"
