@@ -1,6 +1,6 @@
 /* test_adapters.c: low-rank adapters equal peft's: log-probabilities, gradients, five steps, files; on every family
  * their gradients follow from those of the merged model. */
-// Sections of megatron.c: §7 §8 §15c §16
+// Sections of megatron.c: §7 §8 §12b §15c §16
 #include "../data/base/file.h"
 #include "../data/base/safetensors.h"
 #include "../data/checkpoint/adapter.h"

@@ -162,7 +162,11 @@ a_base_in_fp8_fits_where_one_in_bf16_does_not() {
     sed 's/^fp16:/bf16:/' data/recipes/qwen3-8b-lora-one-t4.yaml >"$work/3060.yaml" || return 1
     # shellcheck disable=SC2086
     "$train" --config "$work/3060.yaml" --seq-length 1024 $explained rtx3060 >"$work/out" 2>"$work/err" &&
-        says 'of 11.6 GiB' "$work/out"
+        says 'of 11.6 GiB' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    set -- "$train" --config data/recipes/qwen3-8b-lora-24gb.yaml --memory-limit 15GiB $explained rtx4090
+    refused 'a GPU needs 18.* GiB' "$@" && "$@" --lora-base-dtype fp8 >"$work/out" 2>"$work/err" &&
+        says 'of 15.0 GiB' "$work/out"
 }
 
 # The small GPUs of data/machines: each has a time, which falls from card to card; a T4 has no bf16.

@@ -1,4 +1,5 @@
 /* test_t5_dataset.c: samples with masked spans equal those of Megatron-Core's T5 dataset, token for token. */
+// Sections of megatron.c: §10c
 #include "data/base/file.h"
 #include "data/datasets/gpt_dataset.h"
 #include "data/datasets/loader.h"
