@@ -18,7 +18,7 @@
 
 enum { CHANNELS = MT_IMAGE_CHANNELS };
 
-static const int64_t max_file_bytes = (int64_t)1 << 30, max_pixels_read = (int64_t)1 << 28;
+static const int64_t max_file_bytes = (int64_t)1 << 30;
 
 void mt_picture_free(mt_picture *picture) {
     free(picture->pixels);
@@ -26,6 +26,8 @@ void mt_picture_free(mt_picture *picture) {
 }
 
 #if defined MT_HAVE_PNG || defined MT_HAVE_JPEG
+static const int64_t max_pixels_read = (int64_t)1 << 28;
+
 /* Memory for a picture; -1 where it is absurd. */
 static int picture_allocate(mt_picture *picture, int64_t height, int64_t width, const char *path, mt_error *error) {
     if (height < 1 || width < 1 || height > max_pixels_read / width)
