@@ -334,6 +334,10 @@ static const row rl_rows[] = {
      "--rollout-is-batch-normalize;--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 0.5,0.1_10"},
     {25, RL, "--rollout-is&--rollout-rs&optimal_token", "--bypass-mode"},
     {20, RL, "", "--bitwise-rollouts"},
+    {20, RL, "",
+     "--distillation-in loss --self-distillation lagging --teacher-interval 2;--distillation-in policy-gradient "
+     "--distillation-loss-max-clamp 0.1 --self-distillation lagging --teacher-interval 2;--distillation-in advantages "
+     "--distillation-loss-mode k2 --self-distillation lagging --teacher-interval 3"},
     {30, RL, "", "--ppo-epochs 2"},
     {15, RL, "", "--no-shuffle-mini-batches;--no-shuffle-prompts"},
     {20, RL, "", "--entropy-coeff 0.01"},
@@ -421,6 +425,9 @@ static const row rl_layout_rows[] = {
      "--critic-tensor-model-parallel-size 2"},
     {25, RL "&--kl-", "",
      "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1;--ref-tensor-model-parallel-size 2"},
+    {40, RL "&lagging", "",
+     "--teacher-tensor-model-parallel-size 1 --teacher-pipeline-model-parallel-size 1;"
+     "--teacher-tensor-model-parallel-size 2"},
     {15, RL, "", "--param-offload;--grad-offload --optimizer-offload"},
 };
 

@@ -399,7 +399,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
      "dsa-indexer-k-norm-fp32 dsa-kernel-backend "
-     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
+     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder "
      "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
@@ -427,7 +427,7 @@ static const struct {
      "language-model-type max-num-tiles patch-dim pixel-shuffle swin-backbone-type use-tiling vision-model-type "
      " vision-backbone-type vision-pretraining vision-pretraining-type"},
     {MT_NAME_UNSUPPORTED, "models of images and text (MIMO)",
-     "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size image-token-id "
+     "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size "
      "language-model-checkpoint model-provider packing-buffer-size total-seq-length vision-encoder-checkpoint"},
     {MT_NAME_UNSUPPORTED, "BERT and retrieval",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "

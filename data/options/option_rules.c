@@ -1063,7 +1063,8 @@ const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     if (o->stack.stage != MT_STAGE_RL || !listed) return NULL;
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
-    if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
+    bool refers = diverges || (o->self_distillation == MT_SELF_DISTILL_INITIAL && !is_type);
+    if (!clips) return refers ? NULL : "without --kl-loss-coef or --kl-in-reward";
     if (!mt_policy_kind_of(o->pg_variant)->clips) return "with this --pg-variant, which has no range of ratios";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
     return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
@@ -1164,6 +1165,41 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+/* On-policy distillation: one kind of teacher, and a divergence that depends on it. */
+static int mt_options_derive_teachers(mt_run_options *o, mt_error *error) {
+    bool distills = o->distillation_in != MT_DISTILL_IN_NONE, in_loss = o->distillation_in == MT_DISTILL_IN_LOSS;
+    bool self = o->self_distillation != MT_SELF_DISTILL_NONE, lags = o->self_distillation == MT_SELF_DISTILL_LAGGING;
+    bool has_layout = o->teacher_tensor_model_parallel_size || o->teacher_pipeline_model_parallel_size ||
+                      o->teacher_expert_model_parallel_size;
+    bool no_rewards = mt_options_rewards(o, MT_REWARD_NONE);
+    if (in_loss && !MT_GIVEN(o, distillation_loss_mode)) o->distillation_loss_mode = MT_KL_K3;
+    for (int64_t i = 0; i < o->teachers.count; i++) {
+        const char *word = o->teachers.items[i], *equals = strchr(word, '=');
+        if (!equals || equals == word || !equals[1])
+            return mt_error_set(error, "--teachers expects words such as gsm8k=FOLDER, got '%.200s'", word);
+        for (int64_t k = 0; k < i; k++)
+            if (strncmp(word, o->teachers.items[k], (size_t)(equals - word + 1)) == 0)
+                return mt_error_set(error, "--teachers has %.*s twice", (int)(equals - word), word);
+    }
+    const mt_constraint rules[] = {
+        {distills && !self && !o->teacher_load && o->teachers.count == 0,
+         "--distillation-in needs a teacher: --teacher-load, --teachers or --self-distillation"},
+        {!distills && o->teacher_load,
+         "--teacher-load with --stage rl needs --distillation-in loss, policy-gradient or advantages"},
+        {has_layout && (!distills || o->self_distillation == MT_SELF_DISTILL_INITIAL),
+         "--teacher-*-model-parallel-size: there is no teacher of its own here (--ref-*-model-parallel-size is for the "
+         "reference model); leave it out"},
+        {in_loss && o->distillation_loss_mode == MT_KL_K1,
+         "--distillation-loss-mode k1 in the loss has a gradient that no teacher changes; take k2 or k3, or "
+         "--distillation-in policy-gradient"},
+        {no_rewards && (o->reward.count > 1 || o->use_task_rewards),
+         "--reward none is for --no-use-task-rewards, alone; there is nothing to learn from otherwise"},
+        {lags && o->stack.lora_rank > 0,
+         "--self-distillation lagging is not supported with adapters; take initial, their base"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -1181,7 +1217,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->moe_enable_routing_replay) o->router_replay = MT_ROUTER_REPLAY_R3;
     bool replays = o->router_replay != MT_ROUTER_REPLAY_DISABLED;
     mt_correction unused;
-    if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
+    if (mt_options_check_idle_in_rl(o, error) != 0 || mt_options_derive_teachers(o, error) != 0) return -1;
     if (mt_options_correction(&unused, o, error) != 0 || mt_options_check_bitwise(o, error) != 0) return -1;
     if (policy->mean_of_means && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
@@ -1190,7 +1226,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->critic_lr == 0) o->critic_lr = o->stack.lr;
     if (o->stack.global_batch_size == 0) o->stack.global_batch_size = responses;
     const mt_constraint rules[] = {
-        {!alone && o->num_return_sequences == 1,
+        {!alone && o->use_task_rewards && o->num_return_sequences == 1,
          "all of --adv-estimator except gae, reinforce, reinforce_plus_plus, step_reinforce and remax compare the "
          "responses to a prompt: --num-return-sequences must be 2 or more"},
         {group_norm && o->num_return_sequences == 1,
@@ -1284,7 +1320,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
-    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error) || mt_vision_check(&o->stack, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&
         o->stack.data_parallel_size * o->stack.context_parallel_size > 1)
         return mt_error_set(error,

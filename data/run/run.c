@@ -94,7 +94,9 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     if (o->tokenizer_type) {
         if (mt_options_open_tokenizer(&r->tokenizer, o, error) != 0) return -1;
     } else if (o->load) {
-        char *folder = mt_options_load_folder(o, error);
+        char *model = mt_options_load_folder(o, error);
+        char *folder = model ? mt_adapter_tokenizer_folder(o, model, error) : NULL;
+        free(model);
         if (!folder) return -1;
         if (take_tokenizer(r, folder, error) != 0) return -1;
     }
@@ -146,6 +148,10 @@ static int check_partners(const mt_run *r, mt_error *error) {
     if (!r->tokenizer || r->grid.world.rank != 0) return 0;
     if (check_partner(r, "critic-load", o->critic_load, error) != 0) return -1;
     if (check_partner(r, "reward-load", o->reward_load, error) != 0) return -1;
+    for (int64_t i = 0; i < o->teachers.count; i++) {
+        const char *equals = strchr(o->teachers.items[i], '='); // NULL: the rules report it
+        if (equals && check_partner(r, "teachers", equals + 1, error) != 0) return -1;
+    }
     return check_partner(r, "teacher-load", o->teacher_load, error);
 }
 
