@@ -21028,8 +21028,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
         {o->context_parallel_size > 1,
          "--context-parallel-size %lld: an encoder-decoder keeps its sequences whole; leave it out",
          {o->context_parallel_size}},
-        {.broken = o->fp8_format != MT_FP8_OFF,
-         .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
         {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
          .message = "--stage: an encoder-decoder is trained by pt and sft so far; take one of these"},
         {.broken = o->head_type != MT_HEAD_LM,

@@ -262,18 +262,23 @@ static const row model_rows[] = {
 /* Of an encoder-decoder, in place of model_rows. */
 static const row t5_rows[] = {
     {15, "", "", "RAMP"},
+    {15, "", "",
+     "--fp8-format hybrid;--fp8-format e4m3 --fp8-recipe blockwise;--fp8-format e4m3 --fp8-recipe mxfp8;"
+     "--fp8-format hybrid --fp8-recipe tensorwise --no-fp8-wgrad"},
     {15, "", "", "--bf16"},
-    {15, "", "--bf16", MUON "duplicated;" MUON "distributed"},
-    {100, "--bf16", "", "--lr 3e-4"},
+    {15, "", "--bf16&--fp8-format", MUON "duplicated;" MUON "distributed"},
+    {100, "--fp8-format", "", "--lr 3e-4"},
+    {100, "--bf16", "--lr", "--lr 3e-4"},
     {100, "", "--lr", "--lr 5e-3"},
     {100, "", "", "--micro-batch-size 1;--micro-batch-size 2;--micro-batch-size 3"},
     {100, "", "",
      "--num-layers 2 --decoder-num-layers 2;--num-layers 3 --decoder-num-layers 1;--num-layers 1 --decoder-num-layers "
      "3;--num-layers 4 --decoder-num-layers 2;--num-layers 4 --decoder-num-layers 4"},
-    {100, "", "",
+    {100, "--fp8-format", "", WIDE " --hidden-size 64 --num-attention-heads 4 --kv-channels 16"},
+    {100, "", WIDE,
      "--hidden-size 32 --num-attention-heads 8;--hidden-size 24 --num-attention-heads 4 --kv-channels 10;--hidden-size "
      "20 --num-attention-heads 12 --kv-channels 8"},
-    {100, "", "", "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 72"},
+    {100, "", WIDE, "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 72"},
     {100, "", "", "--relu;--geglu"},
     {50, "", "", "--untie-embeddings-and-output-weights"},
     {100, "", "",
@@ -367,8 +372,6 @@ static const row layout_rows[] = {
     {60, STAGES " 2&--num-layers 2 --decoder-num-layers 2", "virtual",
      "--pipeline-model-parallel-layout Et|tttttL;--pipeline-model-parallel-layout Ettt|tttL;"
      "--pipeline-model-parallel-layout Et|tt|t|ttL;--pipeline-model-parallel-layout E|tt||ttttL"},
-    {60, STAGES "&--num-layers 3 --decoder-num-layers 1", "virtual",
-     "--pipeline-model-parallel-layout auto;--pipeline-model-parallel-layout auto*2"},
     {20, STAGES " 2&num-layers 4", "virtual&mtp-num-layers&decoder-num-layers",
      "--pipeline-model-parallel-layout Et|tttL;--pipeline-model-parallel-layout E|(t)*4L"},
     {20, STAGES, "virtual&parallel-layout",

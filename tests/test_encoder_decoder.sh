@@ -48,7 +48,6 @@ what_is_missing_is_refused() {
             --pipeline-model-parallel-size 2 --print-schedule &&
         refuses "'Et|tL' has 2 layers, but --encoder-num-layers plus twice --decoder-num-layers is 3" \
             --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tL' --print-schedule &&
-        refuses '--fp8-format: an encoder-decoder' --fp8-format hybrid &&
         refuses '--stage: an encoder-decoder is trained by pt and sft' --stage dpo &&
         refuses '--tp-comm-overlap: an encoder-decoder' --tp-comm-overlap --tensor-model-parallel-size 2 \
             --sequence-parallel &&

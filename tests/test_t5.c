@@ -77,16 +77,20 @@ static void five_steps_equal_pytorch_for_any_micro_batch_size_and_recomputation(
         }
 }
 
-static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
+static void narrow_types_train_to_within_two_percent_of_fp32(void **state) {
+    static const char *const words[] = {" --bf16", " --fp8-format hybrid",
+                                        " --bf16 --fp8-format e4m3 --fp8-recipe mxfp8"};
     (void)state;
     for (int k = 0; k < NUM_MODELS; k++) {
         double losses[STEPS], norms[STEPS], reference[STEPS];
         train_five_steps(models[k], &mt_grid_of_one, 2, "", reference, norms);
-        train_five_steps(models[k], &mt_grid_of_one, 2, " --bf16", losses, norms);
-        for (int i = 0; i < STEPS; i++)
-            if (!(fabs(losses[i] - reference[i]) <= 0.02 * reference[i]))
-                fail_msg("%s step %d: loss %g in bf16, %g in fp32", models[k], i + 1, losses[i], reference[i]);
-        assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // bf16 does round
+        for (size_t n = 0; n < sizeof words / sizeof *words; n++) {
+            train_five_steps(models[k], &mt_grid_of_one, 2, words[n], losses, norms);
+            for (int i = 0; i < STEPS; i++)
+                if (!(fabs(losses[i] - reference[i]) <= 0.02 * reference[i]))
+                    fail_msg("%s%s step %d: loss %g, %g in fp32", models[k], words[n], i + 1, losses[i], reference[i]);
+            assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // they do round
+        }
     }
 }
 
@@ -149,7 +153,7 @@ int main(void) {
         cmocka_unit_test(logits_equal_transformers),
         cmocka_unit_test(every_gradient_equals_transformers),
         cmocka_unit_test(five_steps_equal_pytorch_for_any_micro_batch_size_and_recomputation),
-        cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
+        cmocka_unit_test(narrow_types_train_to_within_two_percent_of_fp32),
         cmocka_unit_test(greedy_text_equals_transformers_however_many_at_once),
         cmocka_unit_test(a_bad_batch_is_refused),
     };
