@@ -623,7 +623,7 @@ def throughput(model, path, tokens, rounds):
 
     def ask(number, wanted):
         body = {"model": model, "prompt": prompts[number], "max_tokens": wanted, "temperature": 0}
-        status, text = call("POST", "/v1/completions", body)
+        status, text = call("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         assert status == 200, text
         counts[number] = (json.loads(text).get("usage") or {}).get("completion_tokens", wanted)
 
