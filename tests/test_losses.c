@@ -286,6 +286,93 @@ static void check_policies(void) {
     json_decref(root);
 }
 
+/* One sequence whose tokens have these numbers, and the loss of a policy that only a teacher changes. */
+static mt_loss_sums distill(const mt_distill_policy_config *distillation, const double *weights, double *gradient) {
+    static const float mask[] = {1, 1, 0, 1};
+    static const double logp[] = {-1, -2, -9, -0.5}, teacher[] = {-2, -0.5, -1, -30}, old[] = {-1.5, -2, -1, -0.25};
+    static const double advantages[] = {1, -1, 5, 2};
+    static const mt_span span = {0, 4, 0, 4, true};
+    mt_loss_tokens t = {.T = 4, .num_sequences = 1, .sequences = &span, .mask = mask, .logp = logp, .old_logp = old};
+    mt_policy_config c = {.variant = MT_POLICY_GPG, .distillation = *distillation};
+    mt_loss_sums sums = {0};
+    t.teacher_logp = teacher, t.advantages = advantages, t.rollout_weights = weights, t.dlogp = gradient;
+    memset(gradient, 0, 4 * sizeof *gradient);
+    mt_policy_loss(&t, &c, &sums);
+    return sums;
+}
+
+/* By hand, from verl's formulas (distillation_ppo_loss). x = teacher - logp is -1, 1.5 and -29.5, and the ratio of new
+ * and old probabilities exp(0.5), 1 and exp(-0.25). Without the term, the loss of gpg is 1 - 2 + 1 = 0. */
+static void distillation_terms_equal_hand_computed_numbers(void **state) {
+    (void)state;
+    static const struct {
+        mt_kl_type type;
+        double values[3], slopes[3];
+    } rows[] = {
+        {MT_KL_K1, {1, -1.5, 29.5}, {1, 1, 1}},
+        {MT_KL_ABS, {1, 1.5, 29.5}, {1, -1, 1}},
+        {MT_KL_K2, {0.5, 1.125, 435.125}, {1, -1.5, 29.5}},
+        {MT_KL_K3, {0.36787944117144233, 1.9816890703380645, 10}, {0.63212055882855767, -3.4816890703380645, 0}}};
+    static const int at[] = {0, 1, 3};
+    static const double plain[] = {-1, 1, -2};
+    double gradient[4];
+    for (int k = 0; k < 4; k++) {
+        mt_distill_policy_config c = {.in = MT_DISTILL_IN_LOSS, .type = rows[k].type, .coef = 0.5};
+        const double *v = rows[k].values;
+        mt_loss_sums sums = distill(&c, NULL, gradient);
+        assert_near(sums.loss, 0.5 * (v[0] + v[1] + v[2]), "in the loss");
+        assert_near(sums.metrics[MT_POLICY_DISTILLATION], v[0] + v[1] + v[2], "the metric");
+        for (int i = 0; i < 3; i++) assert_near(gradient[at[i]], plain[i] + 0.5 * rows[k].slopes[i], "in the loss");
+        assert_true(gradient[2] == 0);
+        c.alone = true, c.max_clamp = 1.2;
+        sums = distill(&c, NULL, gradient);
+        double sum = 0;
+        for (int i = 0; i < 3; i++) {
+            bool cut = fabs(v[i]) > 1.2;
+            sum += cut ? copysign(1.2, v[i]) : v[i];
+            assert_near(gradient[at[i]], cut ? 0 : 0.5 * rows[k].slopes[i], "clipped");
+        }
+        assert_near(sums.loss, 0.5 * sum, "clipped");
+    }
+    // PPO's loss with advantages -1, 1.5 and, clipped, -4: the ratio of the first is above its range, which a negative
+    // advantage does not profit from; that of the last is below, and is clipped
+    mt_distill_policy_config c = {MT_DISTILL_IN_POLICY_GRADIENT, MT_KL_K1, 1, 4, 0.2, 0.2, 3, true};
+    mt_loss_sums sums = distill(&c, NULL, gradient);
+    double ratio = exp(0.5);
+    assert_near(sums.loss, ratio - 1.5 + 4 * 0.8, "policy gradient");
+    assert_near(gradient[0], ratio, "policy gradient"), assert_near(gradient[1], -1.5, "policy gradient");
+    assert_near(gradient[3], 0, "policy gradient");
+    static const double weights[] = {0.5, 2, 1, 0.25};
+    c.coef = 2, c.clip_ratio_c = 1.5; // dual clipping: the first has loss 1.5 at most, and then no gradient
+    sums = distill(&c, weights, gradient);
+    assert_near(sums.loss, 2 * (0.5 * 1.5 - 2 * 1.5 + 0.25 * 4 * 0.8), "weights");
+    assert_near(gradient[0], 0, "weights"), assert_near(gradient[1], -6, "weights");
+}
+
+/* ROLL's use_opd and its pure form, and Trinity-RFT's on_policy_distill: the divergence, here by k1, is subtracted from
+ * the advantages of a reward, or is all of them. */
+static void divergences_lower_advantages(void **state) {
+    (void)state;
+    static const float mask[] = {1, 1, 0, 1};
+    static const double rewards[] = {0, 2, 0, -1}, divergences[] = {0.5, -1, 7, 0.25};
+    static const int64_t groups[] = {0, 0};
+    static const mt_span spans[] = {{0, 2, 0, 2, true}, {2, 2, 2, 2, true}};
+    double advantages[4], returns[4];
+    mt_advantage_tokens t = {.T = 4, .num_sequences = 2, .sequences = spans, .mask = mask, .groups = groups};
+    mt_advantage_config c = {.estimator = MT_ADV_REINFORCE, .gamma = 1};
+    t.rewards = rewards, t.advantages = advantages, t.returns = returns, t.divergences = divergences;
+    mt_advantages(&t, &c);
+    static const double mixed[] = {1.5, 3, 0, -1.25}, own[] = {-0.5, 1, 0, -0.25}, kept[] = {2, 2, 0, -1};
+    for (int i = 0; i < 4; i++) assert_near(advantages[i], mixed[i], "mixed"), assert_near(returns[i], kept[i], "kept");
+    c.only_divergences = true, c.advantage_clip = 0.75;
+    mt_advantages(&t, &c);
+    for (int i = 0; i < 4; i++) assert_near(advantages[i], fmin(own[i], 0.75), "alone");
+    c.advantage_clip = 0, c.whiten = true;
+    mt_advantages(&t, &c); // mean 1/12; deviation, n - 1: 0.80364
+    static const double white[] = {-0.72583, 1.14068, 0, -0.41475};
+    for (int i = 0; i < 4; i++) assert_true(fabs(advantages[i] - white[i]) < 1e-4);
+}
+
 static void policy_losses_equal_verl(void **state) {
     (void)state;
     for (int file = FIRST; file < NUM_FILES; file++) {
@@ -579,9 +666,9 @@ static void check_advantages(void) {
     mt_token_rewards(advantages, &tokens, scores, 0, MT_KL_K1, 0);
     for (int64_t i = 0; i < in.tokens; i++) assert_true(advantages[i] == rewards[i]);
 
-    mt_advantage_tokens t = {in.tokens,     in.rows,    in.sequences, in.mask,   groups, rewards,
-                             in.old_values, advantages, returns,      baselines, 0,      NULL,
-                             NULL,          NULL,       NULL,         NULL};
+    mt_advantage_tokens t = {
+        in.tokens, in.rows, in.sequences, in.mask, groups, rewards, in.old_values,          advantages, returns,
+        baselines, 0,       NULL,         NULL,    NULL,   NULL,    .rollout_weights = NULL};
     json_object_foreach((json_t *)section, name, entry) {
         if (strcmp(name, "inputs") == 0) continue;
         mt_advantage_config c = parse_advantage(name);
@@ -632,9 +719,9 @@ static void advantages_of_several_rewards_equal_verl(void **state) {
     read_matrix(member(given, "inputs", "reward_parts"), "reward_parts", numbers, &two, &in.rows);
     read_vector(member(given, "inputs", "reward_weights"), "reward_weights", weights, &two);
     const double *parts[] = {numbers, numbers + in.rows};
-    mt_advantage_tokens t = {in.tokens,     in.rows,     in.sequences, in.mask, groups, rewards,
-                             in.old_values, advantages,  returns,      NULL,    2,      weights,
-                             parts,         in.old_logp, squares,      NULL};
+    mt_advantage_tokens t = {
+        in.tokens, in.rows, in.sequences, in.mask, groups,      rewards, in.old_values,          advantages, returns,
+        NULL,      2,       weights,      parts,   in.old_logp, squares, .rollout_weights = NULL};
     mt_advantage_config c = {.estimator = MT_ADV_GDPO, .gamma = 0.9, .norm_by_std = true, .step_weights = 1.5};
     for (int std = 1; std >= 0; std--, c.norm_by_std = false) {
         c.estimator = MT_ADV_GDPO;
@@ -676,7 +763,7 @@ static void discounted_returns_pass_over_uncounted_tokens(void **state) {
     const double expected[] = {0.5 * (1 + 0.5 * 0.5 * 2), 1 + 0.5 * 0.5 * 2, 0.5 * 2, 0, 2};
     mt_advantage_config c = {.estimator = MT_ADV_REINFORCE, .gamma = 0.5};
     mt_advantage_tokens t = {5,       1,    &span, mask, NULL, rewards, NULL, advantages,
-                             returns, NULL, 0,     NULL, NULL, NULL,    NULL, NULL};
+                             returns, NULL, 0,     NULL, NULL, NULL,    NULL, .rollout_weights = NULL};
     mt_advantages(&t, &c);
     for (int i = 0; i < 5; i++) assert_true(advantages[i] == expected[i] && returns[i] == expected[i]);
     c.whiten = true;
@@ -705,7 +792,7 @@ static void a_group_of_one_keeps_its_score(void **state) {
     int64_t group = 7;
     double rewards[] = {0, 3}, advantages[2], returns[2];
     mt_advantage_tokens t = {2,       1,    &span, mask, &group, rewards, NULL, advantages,
-                             returns, NULL, 0,     NULL, NULL,   NULL,    NULL, NULL};
+                             returns, NULL, 0,     NULL, NULL,   NULL,    NULL, .rollout_weights = NULL};
     const mt_advantage_config configs[] = {
         {.estimator = MT_ADV_RLOO}, {.estimator = MT_ADV_GRPO}, {.estimator = MT_ADV_GRPO, .norm_by_std = true}};
     for (int i = 0; i < 3; i++) {
@@ -1453,6 +1540,8 @@ static void advantages_are_not_finite_if_an_operand_is_not(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(policy_losses_equal_verl),
+        cmocka_unit_test(distillation_terms_equal_hand_computed_numbers),
+        cmocka_unit_test(divergences_lower_advantages),
         cmocka_unit_test(rollout_corrections_equal_verl),
         cmocka_unit_test(losses_of_other_programs_equal_their_formulas),
         cmocka_unit_test(a_weight_that_is_not_finite_reaches_the_loss),

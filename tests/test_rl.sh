@@ -63,10 +63,103 @@ phases_add_up() {
 
 grpo_learns() {
     learn 1 "$work/grpo" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 60 --lr 2e-3 \
-        --reward number && gains "$work/grpo" && phases_add_up "$work/grpo" 128 1 1 &&
+        --reward number --save "$work/sorter" && gains "$work/grpo" && phases_add_up "$work/grpo" 128 1 1 &&
         series advantage "$work/grpo" | grep -q . &&
         series entropy "$work/grpo" | awk 'NR == 1 { first = $1 } END { exit !($1 < first / 2 && $1 > 0) }' &&
         ! grep -q 'ref_kl\|value_\|groups_dropped' "$work/grpo" # not measured
+}
+
+# distilled METRICS: the divergence from the teacher falls to less than half.
+distilled() {
+    first=$(series distillation "$1" | head -n 5 | mean) last=$(series distillation "$1" | tail -n 10 | mean)
+    awk -v a="$first" -v b="$last" 'BEGIN { exit !(a > 0.2 && b < a / 2) }' || {
+        echo "divergence from $first to $last"
+        return 1
+    }
+}
+
+# The model of grpo_learns teaches, without a reward and by each form of the divergence.
+a_student_learns_from_its_teacher() {
+    set -- --rollout-batch-size 16 --num-return-sequences 2 --train-iters 40 --lr 2e-3 --no-use-task-rewards
+    set -- "$@" --teacher-load "$work/sorter"
+    for form in advantages policy-gradient loss; do
+        learn 1 "$work/opd.$form" "$@" --reward number --distillation-in $form &&
+            distilled "$work/opd.$form" || return 1
+    done
+    rewards=$(series reward "$work/opd.loss" | tail -n 10 | mean)
+    awk -v r="$rewards" 'BEGIN { exit !(r > 0.7) }' || return 1
+    # on the policy, the gradient of the first step is the same
+    for form in advantages policy-gradient; do series grad_norm "$work/opd.$form" | head -n 1 >"$work/$form"; done
+    paste "$work/advantages" "$work/policy-gradient" |
+        awk '{ d = $1 / $2 - 1 } END { exit !(d < 1e-5 && d > -1e-5) }' || return 1
+    sed 's/, "answer": "[0-9]*"//' "$work/rl.jsonl" >"$work/unanswered.jsonl"
+    learn 1 "$work/opd.none" "$@" --distillation-in advantages --reward none --data-path "$work/unanswered.jsonl" &&
+        same_series "$work/opd.advantages" "$work/opd.none" 0 1 grad_norm
+}
+
+# Every third prompt is of the source b.
+write_sources() {
+    awk '{ sub(/^{/, "{\"data_source\": \"" (NR % 3 ? "a" : "b") "\", ") } { print }' "$work/rl.jsonl" \
+        >"$work/sources.jsonl"
+}
+
+# A prompt has the teacher that its field names; two teachers that are one model are that model.
+each_prompt_has_its_teacher() {
+    write_sources
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --distillation-in advantages
+    set -- "$@" --data-path "$work/sources.jsonl"
+    learn 1 "$work/one" "$@" --teacher-load "$work/sorter" &&
+        learn 1 "$work/both" "$@" --teachers "a=$work/sorter" "b=$work/sorter" || return 1
+    for key in distillation grad_norm; do same_series "$work/one" "$work/both" 1e-5 1 $key || return 1; done
+    series scoring_tokens "$work/one" >"$work/a" && series scoring_tokens "$work/both" | cmp -s - "$work/a" || return 1
+    # the student itself is the other teacher: from it there is no divergence at first
+    learn 1 "$work/part" "$@" --teachers "a=$work/sorter" "*=$work/base" && learn 1 "$work/other" "$@" \
+        --teachers "b=$work/sorter" "a=$work/base" || return 1
+    for file in one part other; do series distillation "$work/$file" | head -n 1; done | awk '
+        { d[NR] = $1 } END { s = d[2] + d[3] - d[1]; exit !(d[2] * d[3] != 0 && s * s < 1e-9) }'
+}
+
+# Its own teacher as it was at first, or some iterations ago; a resumed run has the teacher that it had.
+a_model_teaches_itself() {
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --lr 1e-3 --ppo-epochs 2 --global-batch-size 8
+    learn 1 "$work/self" "$@" --train-iters 4 --distillation-in advantages --self-distillation initial &&
+        learn 1 "$work/named" "$@" --train-iters 4 --distillation-in advantages --teacher-load "$work/base" || return 1
+    for key in distillation grad_norm; do same_series "$work/self" "$work/named" 1e-5 1 $key || return 1; done
+    set -- "$@" --distillation-in loss --self-distillation lagging --teacher-interval 3
+    learn 1 "$work/whole" "$@" --train-iters 7 &&
+        series teacher_age "$work/whole" | tr '\n' ' ' | grep -q '^0 1 2 0 1 2 0 $' || return 1
+    for stop in 3 5; do
+        rm -rf "$work/lags" && learn 1 "$work/parts" "$@" --train-iters $stop --save "$work/lags" || return 1
+        # shellcheck disable=SC2086
+        "$train" --stage rl --load "$work/lags" --save "$work/lags" --data-path "$work/rl.jsonl" --seq-length 16 \
+            --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" \
+            --train-iters 7 >"$work/out" 2>"$work/err" || return 1
+        for key in reward lm_loss grad_norm distillation; do
+            same_series "$work/whole" "$work/parts" 0 1 $key || return 1
+        done
+    done
+    rm -r "$work/lags/teacher/iter_0000007"
+    refused 'the teacher that was saved with iteration 7 is not there' "$train" --stage rl --load "$work/lags" \
+        --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --chat-template plain "$@" --train-iters 9
+}
+
+teachers_are_refused() {
+    set -- "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --chat-template plain --train-iters 1 --lr 1e-3
+    refused 'distillation-in needs a teacher' "$@" --distillation-in loss &&
+        refused 'teacher-load with --stage rl needs --distillation-in' "$@" --teacher-load "$work/sorter" || return 1
+    set -- "$@" --distillation-in loss
+    refused 'k1 in the loss has a gradient that no teacher changes' "$@" --teacher-load "$work/sorter" \
+        --distillation-loss-mode k1 &&
+        refused 'reward none is for --no-use-task-rewards' "$@" --teacher-load "$work/sorter" --reward none &&
+        refused 'expects words such as gsm8k=FOLDER' "$@" --teachers "$work/sorter" &&
+        refused 'teachers has a twice' "$@" --teachers a=x a=y &&
+        refused 'lagging is not supported with adapters' "$@" --self-distillation lagging --lora-rank 4 \
+            --lora-target all-linear &&
+        refused 'there is no teacher of its own here' "$@" --self-distillation initial \
+            --teacher-tensor-model-parallel-size 1 &&
+        refused 'exclude each other' "$@" --teacher-load "$work/sorter" --teachers "a=$work/sorter" &&
+        refused 'exclude each other' "$@" --teacher-load "$work/sorter" --no-use-task-rewards --adv-estimator gae
 }
 
 ppo_with_a_critic_learns() {
@@ -562,6 +655,10 @@ contradictions_are_refused() {
 write_data
 check the_format_is_learned learn_format
 check grpo_learns_to_sort grpo_learns
+check a_student_learns_from_its_teacher a_student_learns_from_its_teacher
+check each_prompt_has_its_teacher each_prompt_has_its_teacher
+check a_model_teaches_itself a_model_teaches_itself
+check teachers_are_refused teachers_are_refused
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 check rewards_are_added_up rewards_are_added_up
 check bypass_mode_takes_the_generators_log_probabilities bypass_mode_takes_the_generators_log_probabilities

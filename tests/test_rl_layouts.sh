@@ -75,6 +75,38 @@ gpg --adv-estimator optimal_token_baseline
 EOF
 }
 
+# Teachers have layouts of their own, and a lagging one is renewed over layouts.
+teachers_have_layouts() {
+    awk '{ sub(/^{/, "{\"data_source\": \"" (NR % 3 ? "a" : "b") "\", ") } { print }' "$work/rl.jsonl" \
+        >"$work/sources.jsonl"
+    learn 1 "$work/teacher" --rollout-batch-size 16 --num-return-sequences 8 --train-iters 20 --lr 2e-3 \
+        --save "$work/sorter" || return 1
+    for method in "--distillation-in loss --teachers a=$work/sorter b=$work/base" \
+        "--distillation-in policy-gradient --self-distillation lagging --teacher-interval 2" \
+        "--distillation-in advantages --self-distillation initial --distillation-loss-coef 0.1"; do
+        set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
+            --global-batch-size 8 --adam-eps 1e-4 --data-path "$work/sources.jsonl"
+        # shellcheck disable=SC2086
+        learn 1 "$work/one" "$@" $method || return 1
+        while read -r ranks layout; do
+            case $method in *initial*) layout=$(echo "$layout" | sed 's/teacher-/ref-/g') ;; esac
+            # shellcheck disable=SC2086
+            learn "$ranks" "$work/other" "$@" $method $layout || return 1
+            for key in reward lm_loss grad_norm distillation; do
+                same_series "$work/one" "$work/other" 1e-4 1 $key || {
+                    echo "$method: $ranks ranks, $layout"
+                    return 1
+                }
+            done
+        done <<EOF
+2 --data-parallel-sharding-strategy optim_grads_params
+4 --tensor-model-parallel-size 2 --teacher-tensor-model-parallel-size 1 --teacher-pipeline-model-parallel-size 2
+2 --context-parallel-size 2 --teacher-tensor-model-parallel-size 2
+4 --pipeline-model-parallel-size 2 --param-offload --teacher-pipeline-model-parallel-size 1
+EOF
+    done
+}
+
 # Drawn from one token, a response is the greedy one, whose reward is its baseline; in any layout of the generator.
 remax_compares_with_a_greedy_response() {
     set -- --num-return-sequences 1 --train-iters 2 --lr 1e-3 --pg-variant gpg --reward number \
@@ -100,5 +132,6 @@ write_data
 check the_format_is_learned learn_format
 check every_layout_does_the_same every_layout_does_the_same
 check every_loss_does_the_same_on_layouts every_loss_does_the_same_on_layouts
+check teachers_have_layouts teachers_have_layouts
 check remax_compares_with_a_greedy_response remax_compares_with_a_greedy_response
 exit $failed

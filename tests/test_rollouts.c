@@ -233,6 +233,27 @@ static void shares_of_tags_have_quotas_and_epochs(void **state) {
     mt_samples_free(&prompts);
 }
 
+/* A field of a prompt names its teacher, as verl's teacher_key. */
+static void prompts_name_their_teachers(void **state) {
+    (void)state;
+    char *words[] = {"math=a=b", "*=c", "code=d"};
+    mt_sft_config config = {.teachers = {3, words}};
+    const char *lines = "{\"prompt\": \"a\", \"data_source\": \"code\"}\n{\"prompt\": \"b\"}\n"
+                        "{\"prompt\": \"c\", \"data_source\": \"math\", \"of\": \"code\"}\n"
+                        "{\"prompt\": \"d\", \"data_source\": \"mat\"}\n";
+    static const int64_t by_source[] = {2, 1, 0, 1}, by_key[] = {1, 1, 2, 1};
+    for (int own = 0; own < 2; own++) {
+        config.teacher_key = own ? "of" : NULL;
+        mt_samples prompts = read_prompts(config, lines);
+        assert_int_equal(prompts.count, 4);
+        for (int64_t i = 0; i < 4; i++) assert_int_equal(prompts.questions[i].teacher, (own ? by_key : by_source)[i]);
+        mt_samples_free(&prompts);
+    }
+    config = (mt_sft_config){.teachers = {1, words}};
+    expect_error(config, lines, "\"data_source\" is \"code\", for which --teachers has no teacher");
+    expect_error(config, "{\"prompt\": \"b\"}\n", "\"data_source\" is missing");
+}
+
 /* ---- a step ----------------------------------------------------------------------------------------------------- */
 
 enum { GROUP = 3, GROUPS = 4, RESPONSES = GROUP * GROUPS };
@@ -768,6 +789,7 @@ int main(void) {
         cmocka_unit_test(the_header_of_the_response_ends_a_prompt),
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(shares_of_tags_have_quotas_and_epochs),
+        cmocka_unit_test(prompts_name_their_teachers),
         cmocka_unit_test(rewards_are_normalised_over_batch_or_group),
         cmocka_unit_test(baselines_are_compared_with_and_not_trained_on),
         cmocka_unit_test(responses_are_scored_as_text),

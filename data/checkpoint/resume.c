@@ -32,7 +32,8 @@ bool mt_checkpoint_continues(const mt_run_options *o) {
 
 /* The model of --load, before it gives way to the checkpoint of --save, is the reference of a run that has one. */
 static void mt_options_keep_reference(mt_run_options *o) {
-    bool diverges = o->stack.stage == MT_STAGE_RL && (o->kl_loss_coef > 0 || o->kl_in_reward);
+    bool diverges = o->stack.stage == MT_STAGE_RL &&
+                    (o->kl_loss_coef > 0 || o->kl_in_reward || o->self_distillation == MT_SELF_DISTILL_INITIAL);
     bool refers = diverges || (o->stack.stage == MT_STAGE_DPO && !o->ref_logps_in_data);
     if (refers && !o->ref_load && o->stack.lora_rank == 0) mt_string_set(&o->ref_load, o->load);
 }

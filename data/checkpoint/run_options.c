@@ -16,6 +16,7 @@
 #include "resume.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* A conversion keeps the seed and the sequence length of the run that saved the folder, unless they are given. The
  * loader reports what is wrong with trainer.json. */
@@ -51,6 +52,19 @@ static int mt_options_read_json(mt_run_options *options, const char *path, bool 
     return status;
 }
 
+/* KEY=ORG/NAME */
+static int find_teacher(char **word, mt_error *error) {
+    char *equals = strchr(*word, '=');
+    if (!equals) return 0; // reported by the rules
+    char *folder = mt_strdup(equals + 1);
+    int status = mt_hf_cache_find(&folder, NULL, "--teachers", error);
+    char *found = mt_malloc((int64_t)(equals - *word) + 2 + (int64_t)strlen(folder));
+    sprintf(found, "%.*s=%s", (int)(equals - *word), *word, folder);
+    free(folder), free(*word);
+    *word = found;
+    return status;
+}
+
 /* Models named ORG/NAME, where the local cache of Hugging Face has them. */
 static int mt_options_find_models(mt_run_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load, NULL, "--load", error) != 0) return -1;
@@ -58,6 +72,8 @@ static int mt_options_find_models(mt_run_options *o, mt_error *error) {
     if (mt_hf_cache_find(&o->load_adapter, NULL, "--load-adapter", error) != 0) return -1;
     if (mt_hf_cache_find(&o->ref_load, NULL, "--ref-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->teacher_load, NULL, "--teacher-load", error) != 0) return -1;
+    for (int64_t i = 0; i < o->teachers.count; i++)
+        if (find_teacher(&o->teachers.items[i], error) != 0) return -1;
     if (mt_hf_cache_find(&o->export_kd_teacher_load, NULL, "--export-kd-teacher-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->reward_load, NULL, "--reward-load", error) != 0) return -1;
     if (mt_hf_cache_find(&o->critic_load, NULL, "--critic-load", error) != 0) return -1;

@@ -801,6 +801,28 @@ static int64_t find_share(const mt_sft_config *c, const json_t *object) {
     return c->shares.count > 0 ? -1 : 0;
 }
 
+static const char *teacher_key(const mt_sft_config *c) {
+    return c->teacher_key ? c->teacher_key : "data_source";
+}
+
+/* The teacher of a prompt, by its field; "*" is any other. */
+static int find_teacher(const mt_sft_config *c, const json_t *object, int64_t *teacher, mt_error *error) {
+    const char *key = json_string_value(json_object_get(object, teacher_key(c)));
+    int64_t other = c->teachers.count > 0 ? -1 : 0;
+    *teacher = -1;
+    for (int64_t i = 0; i < c->teachers.count && *teacher < 0; i++) {
+        const char *word = c->teachers.items[i];
+        size_t length = strcspn(word, "=");
+        if (length == 1 && word[0] == '*') other = i;
+        if (key && strlen(key) == length && strncmp(key, word, length) == 0) *teacher = i;
+    }
+    if (*teacher < 0) *teacher = other;
+    if (*teacher >= 0) return 0;
+    return mt_error_set(error,
+                        "\"%s\" is %s%.100s%s, for which --teachers has no teacher; add one, or *=DIR for all others",
+                        teacher_key(c), key ? "\"" : "", key ? key : "missing", key ? "\"" : "");
+}
+
 /* The messages of the line, its tools and variables of its template, as a text in JSON. */
 static char *copy_conversation(const reader *r) {
     json_t *conversation = json_object(), *messages = json_array();
@@ -850,6 +872,7 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
         r->untagged++;
         return 0;
     }
+    if (find_teacher(c, object, &question.teacher, error) != 0) return -1;
     if (read_answer(r, object, &question, error) != 0) return -1;
     if (r->ids.count > c->seq_length) {
         free(question.answer);
@@ -925,6 +948,7 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     if (takes_extras(r)) read[count++] = "chat_template_kwargs";
     if (c->prompts) read[count++] = answer_name;
     if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
+    if (c->teachers.count > 0) read[count++] = teacher_key(c);
     if (json_is_array(json_object_get(object, "tokens")) && !c->pairs && !c->prompts) {
         read[0] = "tokens";
     } else if (messages && !c->pairs) {

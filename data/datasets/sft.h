@@ -20,6 +20,7 @@ typedef struct mt_question {
     int64_t prompt_bytes, answer_bytes;
     char *conversation; // {"messages": [...], "tools": [...], "chat_template_kwargs": {...}}; NULL: not kept
     int64_t share;      // of --prompt-shares: which one
+    int64_t teacher;    // of --teachers: which one
 } mt_question;
 
 /* Sequences one after another. Sample s has the tokens [offsets[s], offsets[s + 1]): inputs are all but its last token,
@@ -70,6 +71,8 @@ typedef struct mt_sft_config {
     bool conversations;     // mt_question.conversation is kept
     mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
     const char *tag_key;    // NULL: tag
+    mt_strings teachers;    // --teachers, KEY=FOLDER; a prompt without one of these keys is bad. Empty: 0 for all
+    const char *teacher_key; // NULL: data_source
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
     int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
     FILE *log; // skipped lines and a summary are printed here; NULL: nowhere

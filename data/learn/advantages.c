@@ -173,9 +173,12 @@ void mt_advantages(const mt_advantage_tokens *t, const mt_advantage_config *c) {
     if (c->estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE) mt_subtract_token_baselines(t);
     bool whitens = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS || c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE ||
                    c->estimator == MT_ADV_GDPO;
-    if (c->whiten || whitens) mt_whiten(t->advantages, counted, t->T);
+    if (whitens || (c->whiten && !t->divergences)) mt_whiten(t->advantages, counted, t->T);
     bool returns_too = c->estimator == MT_ADV_REINFORCE_PLUS_PLUS_BASELINE || c->estimator == MT_ADV_GDPO; // verl's
     for (int64_t i = 0; i < t->T && returns_too; i++) t->returns[i] = t->advantages[i];
+    for (int64_t i = 0; i < t->T && t->divergences; i++)
+        if (counted[i] != 0) t->advantages[i] = (c->only_divergences ? 0 : t->advantages[i]) - t->divergences[i];
+    if (t->divergences && c->whiten) mt_whiten(t->advantages, counted, t->T);
     for (int64_t i = 0; i < t->T && clip > 0; i++) t->advantages[i] = mt_bounded(t->advantages[i], -clip, clip);
     free(scores);
     free(counted);

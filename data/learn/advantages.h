@@ -15,6 +15,7 @@ typedef struct mt_advantage_config {
     bool whiten;           // over all counted tokens; verl: always with GAE. REINFORCE++ and its baseline: always
     double advantage_clip; // to +-, at the end; 0: none
     double step_weights;   // GIGPO: the sum of the weights of a response and of its step
+    bool only_divergences; // `divergences` alone make the advantages
 } mt_advantage_config;
 
 typedef struct mt_advantage_tokens {
@@ -32,6 +33,9 @@ typedef struct mt_advantage_tokens {
     const double *const *parts;
     const double *old_logp, *squares; // [T] OPTIMAL_TOKEN_BASELINE: of the old policy; squares: mt_cross_entropy_args
     const double *rollout_weights;    // [T] the same; NULL: 1
+    /* [T] or NULL: subtracted from the advantages, before they are whitened and clipped, and not from the returns; an
+     * estimator that whitens by itself has done so before (ROLL's use_opd) */
+    const double *divergences;
 } mt_advantage_tokens;
 
 /* Advantages and returns of every counted token. A group of one has the score itself as its advantage (GRPO with

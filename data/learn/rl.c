@@ -63,6 +63,12 @@ struct mt_rl {
     mt_rl_config config;
     mt_model_role actor, generator;
     partner reference, critic, reward_model;
+    partner *teachers; // [num_teachers] of on-policy distillation; none of their own: the reference teaches
+    int64_t num_teachers;
+    int64_t teacher_age;  // of a lagging one: iterations since it was the actor
+    mt_transfer *renewal; // from actor to teacher, with --self-distillation lagging
+    mt_saver *teacher_saver;
+    char *teacher_folder;  // that it saves to
     mt_transfer *transfer; // from actor to generator; NULL: the actor generates
     mt_saver *critic_saver;
     char *critic_folder;       // that it saves to
@@ -160,7 +166,8 @@ static mt_plan_shape plan_shape_of(const mt_options *o) {
 static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     partner *p = &rl->reference;
-    if (o->kl_loss_coef == 0 && !o->kl_in_reward) return 0;
+    bool teaches = o->self_distillation == MT_SELF_DISTILL_INITIAL;
+    if (o->kl_loss_coef == 0 && !o->kl_in_reward && !teaches) return 0;
     if (mt_options_refer_to_base(o)) {
         mt_model_role_lend_base(&p->role, "reference", &rl->actor);
         mt_report_role(&p->role, rl->config.log);
@@ -183,18 +190,22 @@ static int open_reference(mt_rl *rl, const mt_model_plan *plan, const mt_run_sta
     return open_partner(rl, p, plan, error);
 }
 
-/* The folder of the critic that was saved with the actor's checkpoint of an iteration, beside it; to free. The run's
- * folder is loaded, or that of one checkpoint. */
-static char *saved_critic(const mt_rl *rl, int64_t iteration) {
+/* The folder of a role that was saved with the actor's checkpoint of an iteration, beside it; to free. The run's folder
+ * is loaded, or that of one checkpoint. */
+static char *saved_beside(const mt_rl *rl, const char *role, int64_t iteration) {
     const mt_run_options *o = rl->config.options;
     const char *loaded = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
     char *whole = realpath(loaded, NULL), *name = whole ? strrchr(whole, '/') : NULL;
     bool is_checkpoint = name && mt_iteration_of(name + 1) >= 0;
     if (is_checkpoint) *name = 0;
-    char *critics = mt_path_join(is_checkpoint ? whole : loaded, "critic");
-    char *path = mt_iteration_path(critics, iteration);
-    free(whole), free(critics);
+    char *all = mt_path_join(is_checkpoint ? whole : loaded, role);
+    char *path = mt_iteration_path(all, iteration);
+    free(whole), free(all);
     return path;
+}
+
+static char *saved_critic(const mt_rl *rl, int64_t iteration) {
+    return saved_beside(rl, "critic", iteration);
 }
 
 static int verify_critic(const mt_rl *rl, int64_t iteration, bool whole, mt_error *error) {
@@ -361,6 +372,100 @@ static int open_reward_model(mt_rl *rl, const mt_model_plan *plan, mt_error *err
     return open_partner(rl, p, plan, error);
 }
 
+/* ---- teachers of on-policy distillation */
+
+/* A teacher of a folder, which `option` names: of any shape. */
+static int open_teacher(mt_rl *rl, partner *p, const char *folder, const char *option, const mt_model_plan *plan,
+                        mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_run_options *own = &p->role.options;
+    bool apart = false;
+    mt_model_role_begin(&p->role, "teacher", c->options, c->grid, c->ops);
+    p->owns_options = true;
+    int status = mt_options_of_teacher(own, c->options, folder, option, c->grid, &apart, error);
+    if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
+    own->stack.stage = MT_STAGE_RL,
+    own->stack.temperature = c->options->stack.temperature; // its logits are divided too
+    if (own->stack.num_experts > 0 && !apart)               // on the actor's grid, also if the actor has none
+        own->stack.expert_model_parallel_size = c->grid->expert.size,
+        own->stack.expert_tensor_parallel_size = c->grid->expert_tensor.size;
+    if (apart && mt_model_role_build_grid(&p->role, error) != 0) return -1;
+    return open_partner(rl, p, plan, error);
+}
+
+/* The copy of the actor that teaches it, and its saver. A run that resumes has the copy that was saved with it, unless
+ * it renews it at once. */
+static int open_lagging_teacher(mt_rl *rl, partner *p, const mt_model_plan *plan, const mt_run_state *state,
+                                mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_run_state unused = {0};
+    begin_partner(rl, p, "teacher", NULL);
+    p->role.options.no_save_optim = true;
+    if (o->keep_checkpoints > 0) p->role.options.keep_checkpoints++; // it is saved before the actor
+    if (mt_model_role_place(&p->role, mt_model_role_sizes_of_teacher(o), "--teacher-*-model-parallel-size", error) != 0)
+        return -1;
+    if (create_partner(rl, p, plan, NULL, error) != 0) return -1;
+    mt_report_role(&p->role, rl->config.log);
+    int status = 0;
+    if (state->iteration % o->teacher_interval != 0) {
+        char *folder = saved_beside(rl, "teacher", state->iteration);
+        bool exists = mt_folder_has_weights(folder);
+        if (exists) status = mt_checkpoint_load(p->role.model, &p->role.options, &unused, folder, error);
+        if (!exists)
+            status = mt_error_set(error,
+                                  "%s: the teacher that was saved with iteration %lld is not there; begin anew "
+                                  "by --finetune",
+                                  folder, (long long)state->iteration);
+        free(folder);
+    }
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
+    if (mt_transfer_open(&rl->renewal, p->role.model, rl->actor.model, false, 0, error) != 0) return -1;
+    if (!o->save) return 0;
+    rl->teacher_folder = mt_path_join(o->save, "teacher");
+    if (rl->config.grid->world.rank == 0)
+        status = mt_checkpoint_prepare(p->role.model, &p->role.options, rl->teacher_folder, error);
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
+    mt_saver_open(&rl->teacher_saver, p->role.model, &p->role.options, rl->teacher_folder, rl->config.extra,
+                  rl->config.context, false);
+    return 0;
+}
+
+static int open_teachers(mt_rl *rl, const mt_model_plan *plan, const mt_run_state *state, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    int status = 0;
+    bool lags = o->self_distillation == MT_SELF_DISTILL_LAGGING;
+    if (o->distillation_in == MT_DISTILL_IN_NONE || o->self_distillation == MT_SELF_DISTILL_INITIAL) return 0;
+    rl->num_teachers = mt_max(o->teachers.count, 1);
+    rl->teachers = mt_calloc(rl->num_teachers * (int64_t)sizeof *rl->teachers);
+    for (int64_t i = 0; i < rl->num_teachers && status == 0; i++) {
+        partner *p = &rl->teachers[i];
+        if (lags)
+            status = open_lagging_teacher(rl, p, plan, state, error);
+        else if (o->teachers.count > 0)
+            status = open_teacher(rl, p, strchr(o->teachers.items[i], '=') + 1, "--teachers", plan, error);
+        else
+            status = open_teacher(rl, p, o->teacher_load, "--teacher-load", plan, error);
+        if (status == 0) status = mt_model_role_use(&p->role, MT_USE_NOTHING, error);
+    }
+    return status;
+}
+
+/* A lagging teacher becomes the actor in every --teacher-interval-th iteration. */
+static int renew_teacher(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+    if (!rl->renewal) return 0;
+    rl->teacher_age = state->iteration % rl->config.options->teacher_interval;
+    if (rl->teacher_age != 0) return 0;
+    mt_model_role *teacher = &rl->teachers[0].role;
+    if (mt_train_finish(rl->actor.model, error) != 0 || mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
+        mt_model_role_use(teacher, MT_USE_SCORING, error) != 0)
+        return -1;
+    mt_transfer_run(rl->renewal);
+    teacher->ops->stream_synchronize(mt_model_stream(teacher->model));
+    return mt_model_role_use(teacher, MT_USE_NOTHING, error);
+}
+
+/* ---- rewards */
+
 static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const mt_group *world = &rl->config.grid->world;
@@ -368,7 +473,7 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     for (int64_t i = 0; i < o->reward.count && status == 0 && world->rank == 0; i++) {
         mt_reward_kind kind = (mt_reward_kind)o->reward.items[i];
         const char *argument = kind == MT_REWARD_REGEX ? o->reward_pattern : o->reward_command;
-        if (kind != MT_REWARD_MODEL && kind != MT_REWARD_ENV)
+        if (kind != MT_REWARD_MODEL && kind != MT_REWARD_ENV && kind != MT_REWARD_NONE)
             status = mt_reward_open(&rl->rewards[i], kind, argument, o->reward_timeout_seconds, error);
     }
     const mt_environment_config environment = {.command = o->env_command,
@@ -446,6 +551,8 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .prompts = true,
                            .shares = o->prompt_shares,
                            .tag_key = o->tag_key,
+                           .teachers = o->teachers,
+                           .teacher_key = o->teacher_key,
                            .answer_key = o->answer_key,
                            .conversations = o->env_command != NULL,
                            .needs_answer = mt_options_rewards(o, MT_REWARD_EXACT) || has_number,
@@ -488,6 +595,12 @@ static void configure_rollouts(mt_rl *rl) {
                             .norm_std = o->norm_std_type,
                             .weights = o->reward_weights,
                             .weighs_rollouts = o->rollout_is != MT_ROLLOUT_IS_NONE};
+    if (o->distillation_in == MT_DISTILL_IN_ADVANTAGES) {
+        rl->rollout_config.distill_type = o->distillation_loss_mode;
+        rl->rollout_config.distill_coef = o->distillation_loss_coef;
+        rl->rollout_config.distill_max_clamp = o->distillation_max_clamp;
+        rl->rollout_config.advantage.only_divergences = !o->use_task_rewards;
+    }
     for (int64_t i = rl->rollout_config.weights.count; i < o->reward.count; i++)
         rl->rollout_config.weights.items[rl->rollout_config.weights.count++] = 1;
     rl->shape = plan_shape_of(&o->stack);
@@ -548,6 +661,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     if (status == 0) status = mt_model_role_use(&rl->critic.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_reward(rl, plan, error);
     if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
+    if (status == 0) status = open_teachers(rl, plan, state, error);
     if (status == 0) status = open_generator(rl, plan, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
     *out = status == 0 ? rl : NULL;
@@ -564,13 +678,15 @@ static void close_partner(partner *p) {
 
 void mt_rl_close(mt_rl *rl) {
     if (!rl) return;
-    mt_saver_close(rl->critic_saver);
+    mt_saver_close(rl->critic_saver), mt_saver_close(rl->teacher_saver);
     mt_step_plan_free(&rl->plan);
-    free(rl->critic_folder);
+    free(rl->critic_folder), free(rl->teacher_folder);
     for (int i = 0; i < MT_MAX_INTS; i++) mt_reward_close(rl->rewards[i]);
     mt_environment_close(rl->environment);
-    mt_transfer_close(rl->transfer);
+    mt_transfer_close(rl->transfer), mt_transfer_close(rl->renewal);
     mt_model_role_close(&rl->generator);
+    for (int64_t i = 0; i < rl->num_teachers; i++) close_partner(&rl->teachers[i]);
+    free(rl->teachers);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
     free(rl->generated), free(rl->routes.experts);
@@ -585,22 +701,32 @@ static void take_trained(mt_run_state *to, const mt_run_state *from) {
     to->skipped_samples = from->skipped_samples, to->skipped_iterations = from->skipped_iterations;
 }
 
-int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
-    mt_model_role *critic = &rl->critic.role;
-    mt_run_state own = *state;
-    if (!rl->critic_saver) return 0;
-    take_trained(&own, &rl->critic_state);
-    if (mt_train_finish(critic->model, error) != 0) return -1;
-    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 ||
-        mt_model_role_use(critic, MT_USE_TRAINING, error) != 0)
+/* Saves a role whose parts `parts` are needed, while the actor rests. */
+static int save_role(mt_rl *rl, mt_model_role *role, mt_saver *saver, unsigned parts, const mt_run_state *state,
+                     mt_error *error) {
+    if (mt_model_role_use(&rl->actor, MT_USE_NOTHING, error) != 0 || mt_model_role_use(role, parts, error) != 0)
         return -1;
-    if (mt_saver_save(rl->critic_saver, &own, error) != 0) return -1;
-    if (mt_model_role_use(critic, MT_USE_NOTHING, error) != 0) return -1;
+    if (mt_saver_save(saver, state, error) != 0) return -1;
+    if (mt_model_role_use(role, MT_USE_NOTHING, error) != 0) return -1;
     return mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
 }
 
+int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+    mt_model_role *critic = &rl->critic.role;
+    mt_run_state own = *state;
+    if (rl->teacher_saver) {
+        if (mt_train_finish(rl->actor.model, error) != 0) return -1;
+        if (save_role(rl, &rl->teachers[0].role, rl->teacher_saver, MT_USE_SCORING, state, error) != 0) return -1;
+    }
+    if (!rl->critic_saver) return 0;
+    take_trained(&own, &rl->critic_state);
+    if (mt_train_finish(critic->model, error) != 0) return -1;
+    return save_role(rl, critic, rl->critic_saver, MT_USE_TRAINING, &own, error);
+}
+
 int mt_rl_finish(mt_rl *rl, mt_error *error) {
-    return mt_saver_finish(rl->critic_saver, error);
+    int status = mt_saver_finish(rl->teacher_saver, error);
+    return mt_saver_finish(rl->critic_saver, error) != 0 ? -1 : status;
 }
 
 /* ---- generation and rewards */
@@ -947,6 +1073,39 @@ static double sequence_tokens(const mt_rl *rl) {
     return (double)rl->rollouts.samples.offsets[rl->rollouts.samples.count];
 }
 
+/* Scores sequences[count] by a role, which one rank of each replica stores. */
+static int score_some(mt_rl *rl, mt_model_role *role, mt_loss_input input, const int64_t *sequences, int64_t count,
+                      mt_batch *batch, mt_error *error) {
+    scoring s = {.rollouts = &rl->rollouts, .input = input, .grid = role->grid};
+    const int64_t *offsets = rl->rollouts.samples.offsets;
+    for (int64_t i = 0; i < count; i++)
+        rl->times.tokens[SCORING] += (double)(offsets[sequences[i] + 1] - offsets[sequences[i]]);
+    plan_batches(rl, sequences, count, &rl->shape);
+    return mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s,
+                               error);
+}
+
+/* The log-probabilities of each sequence by the teacher of its prompt. Plans other micro-batches. */
+static int score_by_teachers(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_rollouts *r = &rl->rollouts;
+    int status = 0;
+    if (rl->config.options->distillation_in == MT_DISTILL_IN_NONE) return 0;
+    if (rl->num_teachers == 0) {
+        memcpy(r->inputs[MT_TEACHER_LOGP], r->inputs[MT_REF_LOGP], (size_t)r->T * 8);
+        return 0;
+    }
+    int64_t *sequences = mt_malloc(mt_max(r->samples.count, 1) * 8);
+    for (int64_t i = 0; i < rl->num_teachers && status == 0; i++) {
+        int64_t count = 0;
+        for (int64_t k = 0; k < r->samples.count; k++)
+            if (rl->prompts.questions[r->prompt_of[r->response_of[k]]].teacher == i) sequences[count++] = k;
+        if (count > 0) status = score_some(rl, &rl->teachers[i].role, MT_TEACHER_LOGP, sequences, count, batch, error);
+    }
+    free(sequences);
+    if (status == 0) mt_all_reduce_sum(&rl->config.grid->world, r->inputs[MT_TEACHER_LOGP], r->T, MT_F64);
+    return status;
+}
+
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
     bool squares = input == MT_OLD_LOGP && rl->config.options->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
@@ -1005,7 +1164,9 @@ static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *
     const mt_ints *kinds = &rl->config.options->reward;
     int status = 0;
     for (int64_t i = 0; i < kinds->count && status == 0; i++) {
-        if (kinds->items[i] == MT_REWARD_ENV)
+        if (kinds->items[i] == MT_REWARD_NONE)
+            memset(rl->rollouts.scores + first, 0, (size_t)(rl->rollouts.count - first) * 8);
+        else if (kinds->items[i] == MT_REWARD_ENV)
             mt_rollouts_score_turns(&rl->rollouts, first);
         else if (kinds->items[i] == MT_REWARD_MODEL)
             status = score_by_model(rl, first, batch, error);
@@ -1157,6 +1318,7 @@ static const char *name_fault(const mt_rl *rl) {
     if (!are_finite(r->rewards, NULL, r->samples.count)) return "the rewards";
     if (!are_finite(r->inputs[MT_REF_LOGP], r->mask, r->T))
         return "the log-probabilities of the reference model (--ref-load)";
+    if (!are_finite(r->inputs[MT_TEACHER_LOGP], r->mask, r->T)) return "the log-probabilities of the teacher";
     return are_finite(r->inputs[MT_OLD_VALUES], r->mask, r->T) ? NULL : "the values of the critic";
 }
 
@@ -1211,6 +1373,7 @@ static int train_on_routes(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_m
 /* Scores the sequences and trains on them. */
 static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double then = mt_time();
+    if (renew_teacher(rl, state, error) != 0) return -1;
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, rl->rollouts.samples.count, &rl->shape);
     free(sequences);
@@ -1226,6 +1389,7 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
     }
     if (status == 0) status = score(rl, &rl->reference.role, MT_REF_LOGP, batch, error);
     if (status == 0) status = score(rl, &rl->critic.role, MT_OLD_VALUES, batch, error);
+    if (status == 0) status = score_by_teachers(rl, batch, error);
     if (status == 0) mt_rollouts_advantages(&rl->rollouts, &rl->rollout_config);
     const char *fault = status == 0 ? name_fault(rl) : NULL;
     mt_train_name_fault(rl->actor.model, fault);
@@ -1306,6 +1470,9 @@ static void collect_numbers(mt_rl *rl) {
     if (trained && rl->critic.role.model) add_number(rl, "value target", stats->value_target, false);
     if (trained) add_number(rl, "advantage", stats->advantage, false);
     if (compared && has_entropy) add_number(rl, "entropy", rl->entropy / counted, false);
+    if (trained && rl->rollout_config.distill_coef != 0) add_number(rl, "distillation", stats->distillation, true);
+    if (trained && rl->config.options->self_distillation == MT_SELF_DISTILL_LAGGING)
+        add_number(rl, "teacher age", (double)rl->teacher_age, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
     for (int i = first_phase(rl); i < NUM_PHASES; i++) {
         add_number(rl, phases[i].seconds, rl->times.seconds[i], false);

@@ -339,6 +339,19 @@ void mt_rollouts_keep(mt_rollouts *r, const float *keeps) {
     }
 }
 
+/* The divergences[T] of the old policy from the teacher that are in the advantages; their mean is in `stats`. */
+static void measure_divergences(mt_rollouts *r, const mt_rollout_config *c, double *divergences) {
+    double sum = 0, counted = 0, unused, most = c->distill_max_clamp;
+    for (int64_t t = 0; t < r->T; t++) {
+        divergences[t] = 0;
+        if (r->mask[t] == 0) continue;
+        double d = mt_kl_estimate(c->distill_type, r->inputs[MT_OLD_LOGP][t], r->inputs[MT_TEACHER_LOGP][t], &unused);
+        sum += d, counted += 1;
+        divergences[t] = c->distill_coef * (most > 0 ? mt_bounded(d, -most, most) : d);
+    }
+    r->stats.distillation = sum / mt_maximum(counted, 1);
+}
+
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
     mt_loss_tokens tokens = {.T = r->T,
                              .num_sequences = r->samples.count,
@@ -370,8 +383,11 @@ void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *c) {
         parts[i] = part;
     }
     advantages.parts = parts;
+    double *divergences = c->distill_coef != 0 ? mt_malloc(mt_max(r->T, 1) * 8) : NULL;
+    if (divergences) measure_divergences(r, c, divergences);
+    advantages.divergences = divergences;
     mt_advantages(&advantages, &c->advantage);
-    free(scores);
+    free(scores), free(divergences);
     double counted = (double)mt_max(mt_rollouts_count(r), 1), kl = 0, advantage = 0, target = 0, unused;
     for (int64_t t = 0; t < r->T; t++) {
         if (r->mask[t] == 0) continue;

@@ -49,6 +49,9 @@ typedef struct mt_rollout_config {
     mt_reward_norm norm_mean, norm_std; // of rewards, after the penalty, before the clip
     mt_reals weights;                   // of several rewards
     bool weighs_rollouts;               // MT_ROLLOUT_WEIGHTS are computed
+    mt_kl_type distill_type;            // of the old policy from the teacher, in the advantages
+    double distill_coef;                // of this divergence; 0: none
+    double distill_max_clamp;           // it is clipped to +- this; 0: not
     mt_advantage_config advantage;
 } mt_rollout_config;
 
@@ -61,6 +64,7 @@ typedef struct mt_rollout_stats {
     int64_t groups_dropped;
     double kl;                      // in the reward, by kl_type: mean over counted tokens
     double advantage, value_target; // means over counted tokens
+    double distillation;            // the divergence in the advantages, before it is clipped: mean over counted tokens
 } mt_rollout_stats;
 
 /* The turns of a conversation, whose response holds all that follows the prompt. */
@@ -156,8 +160,8 @@ int64_t mt_rollouts_count(const mt_rollouts *r);
 /* Leaves counted tokens out of training whose keeps[T] is 0: their labels no longer count. */
 void mt_rollouts_keep(mt_rollouts *r, const float *keeps);
 
-/* From token rewards and stored results (old_logp and ref_logp with kl_in_reward, old_values with GAE): writes
- * token_rewards, MT_ADVANTAGES and MT_RETURNS. */
+/* From token rewards and stored results (old_logp and ref_logp with kl_in_reward, old_logp and teacher_logp with
+ * distill_coef, old_values with GAE): writes token_rewards, MT_ADVANTAGES and MT_RETURNS. */
 void mt_rollouts_advantages(mt_rollouts *r, const mt_rollout_config *config);
 
 /* The sequences [samples.count] of mini-batch `index` of `mini_batches`, whose sizes differ by at most one; returns

@@ -27,6 +27,7 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     for (const mt_loss_metric *row = mt_policy.metrics; row->name; row++) {
         if (row->number == MT_POLICY_REF_KL && !(stage->loss.inputs & 1 << MT_REF_LOGP)) continue;
         if (row->number == MT_POLICY_ENTROPY) continue;
+        if (row->number == MT_POLICY_DISTILLATION && !(stage->loss.inputs & 1 << MT_TEACHER_LOGP)) continue;
         stage->metrics[count++] = *row;
     }
     stage->loss.metrics = stage->metrics;
@@ -62,6 +63,16 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     mt_policy_config *policy = &stage->policy;
     bool is_tis = o->pg_variant == MT_POLICY_TIS;
     if (is_tis) policy->clip_ratio_low = 1 - o->tis_lower_bound, policy->clip_ratio_high = o->tis_upper_bound - 1;
+    bool in_loss = o->distillation_in == MT_DISTILL_IN_LOSS || o->distillation_in == MT_DISTILL_IN_POLICY_GRADIENT;
+    if (in_loss)
+        policy->distillation = (mt_distill_policy_config){.in = o->distillation_in,
+                                                          .type = o->distillation_loss_mode,
+                                                          .coef = o->distillation_loss_coef,
+                                                          .max_clamp = o->distillation_max_clamp,
+                                                          .clip_ratio_low = o->distillation_clip_ratio_low,
+                                                          .clip_ratio_high = o->distillation_clip_ratio_high,
+                                                          .clip_ratio_c = 3, // verl's
+                                                          .alone = !o->use_task_rewards};
     policy->cov_share = o->pg_variant == MT_POLICY_KL_COV ? o->kl_cov_ratio : o->clip_cov_ratio;
     policy->beta = o->pg_variant == MT_POLICY_DRO      ? o->dro_beta
                    : o->pg_variant == MT_POLICY_KIMI15 ? o->kimi15_tau
@@ -90,6 +101,7 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
         if (o->rollout_is != MT_ROLLOUT_IS_NONE) stage->loss.inputs |= 1 << MT_ROLLOUT_WEIGHTS;
+        if (in_loss) stage->loss.inputs |= 1 << MT_TEACHER_LOGP;
         if (mt_policy_kind_of(o->pg_variant)->selects) stage->loss.inputs |= 1 << MT_SELECTED;
         choose_policy_metrics(stage);
         break;
@@ -262,13 +274,12 @@ int mt_options_finish_model(mt_run_options *t, const mt_options *o, const char *
     return mt_error_set(error, "%s %s: %s%s", option, t->load, cause.text, advice);
 }
 
-/* Options of the model in the folder --teacher-load, on its own layout or that of the run. */
-static int teacher_options(mt_run_options *t, const mt_run_options *o, const mt_grid *grid, bool *apart,
-                           mt_error *error) {
+int mt_options_of_teacher(mt_run_options *t, const mt_run_options *o, const char *folder, const char *option,
+                          const mt_grid *grid, bool *apart, mt_error *error) {
     mt_model_role_sizes sizes = mt_model_role_sizes_of_teacher(o);
-    if (mt_options_of_model(t, o, o->teacher_load, error) != 0) return -1;
+    if (mt_options_of_model(t, o, folder, error) != 0) return -1;
     if (t->stack.head_type != MT_HEAD_LM)
-        return mt_error_set(error, "--teacher-load %s: has a value head; take a language model's folder", t->load);
+        return mt_error_set(error, "%s %s: has a value head; take a language model's folder", option, t->load);
     if (mt_options_check_expert_ranks(&t->stack, sizes.expert, "teacher", error) != 0) return -1;
     if (o->kd_hidden_layers.count > 0 && t->stack.hidden_size != o->stack.hidden_size)
         return mt_error_set(error,
@@ -277,7 +288,7 @@ static int teacher_options(mt_run_options *t, const mt_run_options *o, const mt_
                             "out, or take a student of this width",
                             t->load, (long long)t->stack.hidden_size, (long long)o->stack.hidden_size);
     *apart = mt_model_role_sizes_apply(t, sizes);
-    return mt_options_finish_model(t, &o->stack, "--teacher-load", "teacher", grid->world.size, error);
+    return mt_options_finish_model(t, &o->stack, option, "teacher", grid->world.size, error);
 }
 
 /* ---- the greatest of the teacher's logits */
@@ -397,7 +408,7 @@ static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
     r->role.options.stack.lora_rank = 0; // the reference of adapters is their base
     if (r->is_teacher) {
         r->owns_options = true;
-        status = teacher_options(&r->role.options, o, grid, &apart, error);
+        status = mt_options_of_teacher(&r->role.options, o, o->teacher_load, "--teacher-load", grid, &apart, error);
         status = mt_agree(&grid->world, status != 0, error);
         if (status == 0 && apart) status = mt_model_role_build_grid(&r->role, error);
     } else {

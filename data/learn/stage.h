@@ -26,6 +26,11 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *opti
 /* The loss of the critic beside an actor. */
 const mt_loss *mt_stage_critic_loss(mt_stage_loss *stage, const mt_run_options *options);
 
+/* Options of the teacher in a folder, which `option` names, on the layout of --teacher-* or that of the run; *apart: it
+ * has a layout of its own. */
+int mt_options_of_teacher(mt_run_options *teacher, const mt_run_options *options, const char *folder,
+                          const char *option, const mt_grid *grid, bool *apart, mt_error *error);
+
 /* Checks that the model of a folder, which `option` names, has the shape of a finished one; *head is its head. */
 int mt_options_check_folder(const mt_run_options *options, const char *folder, const char *option, mt_head_type *head,
                             mt_error *error);

@@ -511,16 +511,23 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
 
 /* ---- stages, batches, schedules */
 
+/* The number of layers in messages about stages: see mt_options.num_layers. */
+static const char *mt_options_layers_name(const mt_options *o) {
+    return o->decoder_num_layers > 0 ? "--encoder-num-layers plus twice --decoder-num-layers" : "--num-layers";
+}
+
 /* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
 static int mt_options_derive_stages(mt_run_options *o, mt_error *error) {
     int64_t pp = o->stack.pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
     int64_t extra = o->stack.account_for_embedding_in_pipeline_split + o->stack.account_for_loss_in_pipeline_split;
     int64_t layers = o->stack.num_layers + extra, *vp = &o->stack.num_virtual_stages_per_pipeline_rank;
     int64_t stages = o->stack.pipeline_letters ? mt_pipeline_layout_count(o->stack.pipeline_letters) : pp;
+    char name[128];
+    snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+             extra ? ", with the layers that --account-for-* adds," : "");
     const mt_multiple multiples[] = {
         {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
-        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
-         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+        {name, layers, "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
          o->stack.pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
@@ -738,9 +745,9 @@ static int mt_options_check_letters(const mt_run_options *o, mt_error *error) {
                             "before L and in its stage",
                             o->pipeline_model_parallel_layout, (long long)o->stack.mtp_num_layers);
     if (layers != o->stack.num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->stack.num_layers);
+        return mt_error_set(error, "--pipeline-model-parallel-layout '%.200s' has %lld layers, but %s is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers);
     return 0;
 }
 
@@ -763,14 +770,17 @@ static int mt_options_check_layout(const mt_run_options *o, mt_error *error) {
     int64_t rest = o->stack.num_layers + extra - first - last;
     if (o->stack.pipeline_letters) return mt_options_check_letters(o, error);
     if (first == 0 && last == 0) {
-        const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        char name[128];
+        snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+                 extra > 0 ? " plus the layers that --account-for-* adds" : "");
         return mt_options_check_share(&o->stack, name, rest, pp, error);
     }
     if (rest < 0 || (middle == 0 && rest > 0))
         return mt_error_set(error,
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->stack.num_layers, (long long)pp);
+                            "together, do not fit %s %lld on %lld ranks",
+                            (long long)(first + last), mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers, (long long)pp);
     if (mt_options_check_share(&o->stack, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
     if (mt_options_check_share(&o->stack, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
     return middle > 0 ? mt_options_check_share(&o->stack, "the layers of the other ranks", rest, middle, error) : 0;
@@ -1053,7 +1063,8 @@ const char *mt_options_idle_in_rl(const mt_run_options *o, size_t offset) {
     if (o->stack.stage != MT_STAGE_RL || !listed) return NULL;
     bool clips = offset == offsetof(mt_run_options, clip_ratio) || offset == offsetof(mt_run_options, clip_ratio_low) ||
                  offset == offsetof(mt_run_options, clip_ratio_high);
-    if (!clips) return diverges ? NULL : "without --kl-loss-coef or --kl-in-reward";
+    bool refers = diverges || (o->self_distillation == MT_SELF_DISTILL_INITIAL && !is_type);
+    if (!clips) return refers ? NULL : "without --kl-loss-coef or --kl-in-reward";
     if (!mt_policy_kind_of(o->pg_variant)->clips) return "with this --pg-variant, which has no range of ratios";
     bool both = MT_GIVEN(o, clip_ratio_low) && MT_GIVEN(o, clip_ratio_high);
     return both && offset == offsetof(mt_run_options, clip_ratio) ? "beside --clip-ratio-low and --clip-ratio-high"
@@ -1154,6 +1165,41 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+/* On-policy distillation: one kind of teacher, and a divergence that depends on it. */
+static int mt_options_derive_teachers(mt_run_options *o, mt_error *error) {
+    bool distills = o->distillation_in != MT_DISTILL_IN_NONE, in_loss = o->distillation_in == MT_DISTILL_IN_LOSS;
+    bool self = o->self_distillation != MT_SELF_DISTILL_NONE, lags = o->self_distillation == MT_SELF_DISTILL_LAGGING;
+    bool has_layout = o->teacher_tensor_model_parallel_size || o->teacher_pipeline_model_parallel_size ||
+                      o->teacher_expert_model_parallel_size;
+    bool no_rewards = mt_options_rewards(o, MT_REWARD_NONE);
+    if (in_loss && !MT_GIVEN(o, distillation_loss_mode)) o->distillation_loss_mode = MT_KL_K3;
+    for (int64_t i = 0; i < o->teachers.count; i++) {
+        const char *word = o->teachers.items[i], *equals = strchr(word, '=');
+        if (!equals || equals == word || !equals[1])
+            return mt_error_set(error, "--teachers expects words such as gsm8k=FOLDER, got '%.200s'", word);
+        for (int64_t k = 0; k < i; k++)
+            if (strncmp(word, o->teachers.items[k], (size_t)(equals - word + 1)) == 0)
+                return mt_error_set(error, "--teachers has %.*s twice", (int)(equals - word), word);
+    }
+    const mt_constraint rules[] = {
+        {distills && !self && !o->teacher_load && o->teachers.count == 0,
+         "--distillation-in needs a teacher: --teacher-load, --teachers or --self-distillation"},
+        {!distills && o->teacher_load,
+         "--teacher-load with --stage rl needs --distillation-in loss, policy-gradient or advantages"},
+        {has_layout && (!distills || o->self_distillation == MT_SELF_DISTILL_INITIAL),
+         "--teacher-*-model-parallel-size: there is no teacher of its own here (--ref-*-model-parallel-size is for the "
+         "reference model); leave it out"},
+        {in_loss && o->distillation_loss_mode == MT_KL_K1,
+         "--distillation-loss-mode k1 in the loss has a gradient that no teacher changes; take k2 or k3, or "
+         "--distillation-in policy-gradient"},
+        {no_rewards && (o->reward.count > 1 || o->use_task_rewards),
+         "--reward none is for --no-use-task-rewards, alone; there is nothing to learn from otherwise"},
+        {lags && o->stack.lora_rank > 0,
+         "--self-distillation lagging is not supported with adapters; take initial, their base"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -1171,7 +1217,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->moe_enable_routing_replay) o->router_replay = MT_ROUTER_REPLAY_R3;
     bool replays = o->router_replay != MT_ROUTER_REPLAY_DISABLED;
     mt_correction unused;
-    if (mt_options_check_idle_in_rl(o, error) != 0) return -1;
+    if (mt_options_check_idle_in_rl(o, error) != 0 || mt_options_derive_teachers(o, error) != 0) return -1;
     if (mt_options_correction(&unused, o, error) != 0 || mt_options_check_bitwise(o, error) != 0) return -1;
     if (policy->mean_of_means && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
@@ -1180,7 +1226,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->critic_lr == 0) o->critic_lr = o->stack.lr;
     if (o->stack.global_batch_size == 0) o->stack.global_batch_size = responses;
     const mt_constraint rules[] = {
-        {!alone && o->num_return_sequences == 1,
+        {!alone && o->use_task_rewards && o->num_return_sequences == 1,
          "all of --adv-estimator except gae, reinforce, reinforce_plus_plus, step_reinforce and remax compare the "
          "responses to a prompt: --num-return-sequences must be 2 or more"},
         {group_norm && o->num_return_sequences == 1,
@@ -1274,7 +1320,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
-    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error) || mt_vision_check(&o->stack, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&
         o->stack.data_parallel_size * o->stack.context_parallel_size > 1)
         return mt_error_set(error,

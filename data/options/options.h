@@ -43,6 +43,13 @@ typedef enum mt_router_replay {
 /* --kd-data: the samples of distillation. */
 typedef enum mt_kd_data { MT_KD_OF_SFT, MT_KD_OF_PRETRAINING } mt_kd_data;
 
+/* --self-distillation: the actor as its own teacher. */
+typedef enum mt_self_distillation {
+    MT_SELF_DISTILL_NONE,
+    MT_SELF_DISTILL_INITIAL, // the reference model
+    MT_SELF_DISTILL_LAGGING  // the actor of some iterations ago
+} mt_self_distillation;
+
 /* --rollout-is: weights of tokens that correct the policy's loss for a generator that differs from training. */
 typedef enum mt_rollout_is {
     MT_ROLLOUT_IS_NONE,
@@ -65,6 +72,8 @@ typedef struct mt_run_options {
     char *window_attn_skip_freq;       // as text, NULL: all layers have the window; see stack.window_layers
     char *no_rope_freq;                // as text, NULL: all layers have RoPE; see stack.rope_layers
     char *moe_layer_freq;              // as text; see stack.moe_layers
+    mt_strings vision_full_attention_layers, vision_deepstack_layers; // see stack.vision
+    bool language_model_only;                                         // no vision tower
     bool use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     double yarn_mscale;
@@ -73,6 +82,8 @@ typedef struct mt_run_options {
     bool use_precision_aware_optimizer, use_distributed_optimizer, grad_reduce_in_bf16;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t num_layers_per_virtual_pipeline_stage;
+    double mask_prob, short_seq_prob;     // of masked spans (t5_dataset.h), and the number of sentinels behind
+    int64_t vocab_extra_ids;              // the tokenizer's vocabulary
     int64_t decoder_seq_length;           // of an encoder-decoder: stack.seq_length, once options are finished
     char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
     bool recompute_activations, moe_layer_recompute;
@@ -156,6 +167,15 @@ typedef struct mt_run_options {
     mt_reward_norm norm_mean_type, norm_std_type;
     double episode_reward_weight, step_reward_weight;
     bool bypass_mode;
+    /* on-policy distillation */
+    mt_distillation_in distillation_in;
+    mt_strings teachers; // KEY=FOLDER
+    char *teacher_key;
+    mt_self_distillation self_distillation;
+    int64_t teacher_interval;
+    mt_kl_type distillation_loss_mode;
+    double distillation_loss_coef, distillation_max_clamp, distillation_clip_ratio_low, distillation_clip_ratio_high;
+    bool use_task_rewards;
     char *reward_command, *reward_pattern, *reward_load, *env_command, *critic_load, *answer_key;
     int64_t env_max_turns;
     double reward_timeout_seconds, env_timeout_seconds, critic_lr;

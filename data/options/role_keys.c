@@ -10,9 +10,10 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys take the values as they are
 
-#define ROLL_TRAINS "actor_train sft_train student critic reward"
-#define ACTOR       "actor_train actor_infer reference sft_train"
-#define LEARNER     "actor_train critic"
+#define ROLL_WORKERS "actor_train actor_infer critic reference sft_train student teacher"
+#define ROLL_TRAINS  "actor_train sft_train student critic reward"
+#define ACTOR        "actor_train actor_infer reference sft_train"
+#define LEARNER      "actor_train critic"
 #define KL_TYPES                                                                                                       \
     "kl=k1|mse=k2|low_var_kl=k3|full=!the KL of whole distributions is not computed: take k1, k2, k3 or abs"
 #define TRINITY_KL                                                                                                     \
@@ -216,9 +217,14 @@ static const mt_role_key keys[] = {
     {"roll", "render_save_dir", MT_KEY_UNUSED, "pictures of environments"},
     {"roll", "reward_system_config", MT_KEY_UNUSED, PYTHON},
     {"roll", "world_size", MT_KEY_UNUSED, RAY},
-    {"roll", "is_pure_opd use_opd opsd_mode student_train student_infer", MT_KEY_REFUSED,
-     "a student learns from a teacher on samples of files, not on its own responses: take student and teacher", NULL,
-     ROLL_TRAINS},
+    // on-policy distillation (role_config.c adds its options)
+    {"roll", "is_pure_opd use_opd", MT_KEY_FIXED, "it sets --distillation-in", "true|false", LEARNER},
+    {"roll", "opd_kl_coef", MT_KEY_FIXED, "with use_opd it is --distillation-loss-coef", "*", LEARNER},
+    {"roll", "pure_opd_pipeline_type", MT_KEY_FIXED, ENVIRONMENTS, "rlvr"},
+    {"roll", "opsd_mode", MT_KEY_REFUSED, "a teacher reads the student's prompt: --self-distillation has no other"},
+    {"roll", "student_train", MT_KEY_SECTION, "role", NULL, "actor_train"},
+    {"roll", "student_infer", MT_KEY_SECTION, "role", NULL, "actor_infer"},
+    {"roll", "student_infer", MT_KEY_SECTION, "rollouts", NULL, "actor_train"},
     {"roll", "train_infer_correction", MT_KEY_SECTION, "correction"}, // of training
     {"correction", "filters", MT_KEY_REFUSED, GAPLESS, NULL, LEARNER},
     {"correction", "is_weight", MT_KEY_SECTION, "correction.weight"},
@@ -240,7 +246,7 @@ static const mt_role_key keys[] = {
     {"roll", "reference", MT_KEY_SECTION, "references", NULL, "actor_train"},
     {"roll", "critic", MT_KEY_SECTION, "critics", NULL, "actor_train"},
     {"roll", "reward", MT_KEY_SECTION, "reward_models", NULL, "actor_train"},
-    {"roll", "teacher", MT_KEY_SECTION, "teachers", NULL, "student"},
+    {"roll", "teacher", MT_KEY_SECTION, "teachers", NULL, "student actor_train"},
     {"roll", "rewards", MT_KEY_SECTION, "rewards", NULL, "="},
     {"rewards", "*", MT_KEY_SECTION, "role", NULL, "="},
     // the parts of other roles that the run of an actor or of a student has use for
@@ -263,6 +269,10 @@ static const mt_role_key keys[] = {
     {"references.strategy", "expert_model_parallel_size", MT_KEY_OPTION, "ref-expert-model-parallel-size"},
     {"references.strategy", "sequence_parallel context_parallel_size", MT_KEY_UNUSED, ANOTHER_LAYOUT},
     {"references.strategy", "*", MT_KEY_OTHERS, "the role reference", "strategy_config"},
+    {"teachers", "model_args", MT_KEY_SECTION, "teachers.model", NULL, "actor_train"},
+    {"teachers", "model_args", MT_KEY_OTHERS, "the role teacher", "role"},
+    {"teachers.model", "model_name_or_path", MT_KEY_OPTION, "teacher-load"},
+    {"teachers.model", "*", MT_KEY_OTHERS, "the role teacher", "model_args"},
     {"teachers", "strategy_args", MT_KEY_SECTION, "teachers.strategy_args"},
     {"teachers", "*", MT_KEY_OTHERS, "the role teacher", "role"},
     {"teachers.strategy_args", "strategy_config", MT_KEY_STRATEGY, "teachers.strategy"},
@@ -336,6 +346,13 @@ static const mt_role_key keys[] = {
      "world_size num_gpus_per_worker backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",
      MT_KEY_UNUSED, RAY},
+    {"role", "worker_cls", MT_KEY_FIXED, "a class of one's own may compute another loss or other numbers",
+     "roll.pipeline.base_worker.ActorWorker|roll.pipeline.base_worker.CriticWorker|"
+     "roll.pipeline.rlvr.actor_worker.ActorWorker|roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker|"
+     "roll.pipeline.agentic.agentic_actor_worker.ActorWorker|roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker|"
+     "roll.pipeline.dpo.actor_worker.ActorWorker|roll.pipeline.sft.sft_worker.SFTWorker|"
+     "roll.pipeline.distill.distill_worker.StudentWorker|roll.pipeline.distill.distill_worker.TeacherWorker",
+     ROLL_WORKERS},
     {"role",
      "worker_cls reward_type code_url use_local judge_prompt "
      "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern "
@@ -464,8 +481,42 @@ static const mt_role_key keys[] = {
     {"verl", "skip", MT_KEY_SECTION, "verl.skip"},
     {"verl.skip", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.skip", "rollout rollout_tq async_rollout", MT_KEY_REFUSED, DRAWN},
-    {"verl", "distillation", MT_KEY_REFUSED,
-     "a student learns from a teacher on samples of files, as in a file of ROLL"},
+    {"verl", "distillation", MT_KEY_DISTILLATION, "verl.distillation"},
+    {"verl.distillation", "_target_", MT_KEY_UNUSED, HYDRA},
+    {"verl.distillation", "enabled", MT_KEY_FIXED, "it sets --distillation-in", "true"},
+    {"verl.distillation", "n_gpus_per_node nnodes", MT_KEY_UNUSED, RAY},
+    {"verl.distillation", "teacher_key", MT_KEY_TEACHER_KEY, "teacher-key", NULL, LEARNER},
+    {"verl.distillation", "teacher_models", MT_KEY_TEACHERS, "teacher-load", NULL, LEARNER},
+    {"verl.distillation", "distillation_loss", MT_KEY_SECTION, "verl.distillation_loss"},
+    {"verl.teacher", "model_path", MT_KEY_OPTION, "teacher-load"},
+    {"verl.teacher", "key", MT_KEY_FIXED, "one teacher has all prompts", "*"},
+    {"verl.teacher", "inference", MT_KEY_SECTION, "verl.teacher.inference"},
+    {"verl.teacher", "_target_ num_replicas", MT_KEY_UNUSED, RAY},
+    {"verl.teacher.inference", "tensor_model_parallel_size", MT_KEY_OPTION, "teacher-tensor-model-parallel-size"},
+    {"verl.teacher.inference", "pipeline_model_parallel_size", MT_KEY_OPTION, "teacher-pipeline-model-parallel-size"},
+    {"verl.teacher.inference", "*", MT_KEY_UNUSED, SERVER},
+    {"verl.teachers", "key model_path", MT_KEY_FIXED, "--teachers has it", "*"},
+    {"verl.teachers", "_target_ num_replicas", MT_KEY_UNUSED, RAY},
+    {"verl.teachers", "inference", MT_KEY_UNUSED,
+     "layouts of several teachers: all have --teacher-*-model-parallel-size"},
+    {"verl.distillation_loss", "_target_", MT_KEY_UNUSED, HYDRA},
+    {"verl.distillation_loss", "loss_mode", MT_KEY_OPTION, "distillation-loss-mode",
+     "kl=k1|mse=k2|low_var_kl=k3|k1=k1|abs=abs|k2=k2|k3=k3|*=!the divergence is estimated from the tokens that the "
+     "actor "
+     "writes: take k1, k2, k3 or abs; --stage kd compares whole distributions",
+     LEARNER},
+    {"verl.distillation_loss", "topk log_prob_min_clamp use_chunked_topk chunked_topk_chunk_size", MT_KEY_UNUSED,
+     "forward_kl_topk, which is not supported"},
+    {"verl.distillation_loss", "use_task_rewards", MT_KEY_OPTION, "use-task-rewards", NULL, LEARNER},
+    {"verl.distillation_loss", "distillation_loss_coef", MT_KEY_DISTILL_COEF, "distillation-loss-coef", NULL, LEARNER},
+    {"verl.distillation_loss", "loss_max_clamp", MT_KEY_OPTION, "distillation-loss-max-clamp", NULL, LEARNER},
+    {"verl.distillation_loss", "use_policy_gradient", MT_KEY_OPTION, "distillation-in",
+     "true=policy-gradient|false=loss", LEARNER},
+    {"verl.distillation_loss", "policy_loss_mode", MT_KEY_FIXED, "its policy loss is PPO's", "vanilla"},
+    {"verl.distillation_loss", "clip_ratio", MT_KEY_UNUSED,
+     "clip_ratio_low and clip_ratio_high, which verl always has"},
+    {"verl.distillation_loss", "clip_ratio_low", MT_KEY_DISTILL_CLIP, "distillation-clip-ratio-low", NULL, LEARNER},
+    {"verl.distillation_loss", "clip_ratio_high", MT_KEY_DISTILL_CLIP, "distillation-clip-ratio-high", NULL, LEARNER},
     {"verl", "reward", MT_KEY_SECTION, "verl.reward_loop", NULL, "actor_train reference critic"},
     {"verl.reward_loop", "reward_model", MT_KEY_REFUSED, "a reward model is the folder of --reward-load"},
     {"verl.reward_loop", "num_workers", MT_KEY_UNUSED, RAY},
@@ -1114,6 +1165,9 @@ const mt_role_default mt_role_defaults[] = {
     {"verl", "rl", "kl_loss_coef", "kl-loss-coef", "0.001", "key actor.use_kl_loss"},
     {"verl", "rl", "kl_penalty", "kl-loss-type", "k1", "kl-in-reward"},
     {"verl", "rl", "shuffle", "shuffle-mini-batches", "false"},
+    {"verl", "rl", "use_policy_gradient", "distillation-in", "loss", "teacher-load"},
+    {"verl", "rl", "use_policy_gradient", "distillation-in", "loss", "teachers"},
+    {"verl", "rl", "loss_mode", "distillation-loss-mode", "k3", "distillation-in"},
     {"verl", "rl", "reward_model", "reward", "model", "key reward_model.enable"},
     {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
     // Trinity-RFT's classes, and those of the trainer's part
