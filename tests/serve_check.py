@@ -615,6 +615,30 @@ def rates(path, tokens, rounds, pid, *infer):
           (len(shares), 100 * sorted(shares)[len(shares) // 2], sorted(used)[len(used) // 2]))
 
 
+def throughput(model, path, tokens, rounds):
+    """Any server of this interface: tokens per second of one client for each prompt, all at once, and the median time of
+    a whole answer of one client alone. A server that reports no usage is taken at its word: all tokens."""
+    prompts = [json.loads(line)["prompt"] for line in open(path, encoding="utf-8")]
+    tokens, found, counts = int(tokens), [], [0] * len(prompts)
+
+    def ask(number, wanted):
+        body = {"model": model, "prompt": prompts[number], "max_tokens": wanted, "temperature": 0}
+        status, text = call("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        assert status == 200, text
+        counts[number] = (json.loads(text).get("usage") or {}).get("completion_tokens", wanted)
+
+    ask(0, 2)
+    for _ in range(int(rounds)):
+        start = time.time()
+        in_threads(len(prompts), lambda number: ask(number, tokens))
+        found.append(sum(counts) / (time.time() - start))
+        start = time.time()
+        ask(0, tokens)
+        print("%d clients: %.0f tokens/s; one alone: %.0f tokens/s" %
+              (len(prompts), found[-1], counts[0] / (time.time() - start)), flush=True)
+    print("median of %d rounds: %.0f tokens/s" % (len(found), sorted(found)[len(found) // 2]))
+
+
 def pauses(streams, length, rounds):
     """How long streams wait for their next event while a prompt of `length` tokens is read, in steps: the median time
     between two events of a stream before. One thread reads all sockets, and sends the prompt: a second one would hold

@@ -55,6 +55,7 @@ bool mt_keys_equal(const char *wanted, const char *given) {
 #include <microhttpd.h>
 #include <netdb.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -86,7 +87,7 @@ struct mt_http {
     bool watches;
     pthread_mutex_t lock; // of the list, and of its peers
     peer *peers;
-    int64_t num_peers;
+    _Atomic int64_t num_peers; // also read without the lock
     bool ends;
 };
 
@@ -98,7 +99,8 @@ struct mt_exchange {
     pthread_mutex_t lock; // of all below
     int references;
     struct MHD_Connection *connection; // NULL: it has ended
-    bool is_suspended, is_gone;
+    bool is_suspended;
+    atomic_bool is_gone;                   // also read without the lock
     bool is_answered, is_stream, is_ended; // the answer's status and type are known; it has parts; it is whole
     int status;
     char type[64];
@@ -187,10 +189,7 @@ void mt_exchange_end(mt_exchange *x) {
 }
 
 bool mt_exchange_is_gone(mt_exchange *x) {
-    pthread_mutex_lock(&x->lock);
-    bool gone = x->is_gone;
-    pthread_mutex_unlock(&x->lock);
-    return gone;
+    return x->is_gone;
 }
 
 void mt_exchange_release(mt_exchange *x) {
@@ -403,7 +402,7 @@ static void complete(void *context, struct MHD_Connection *connection, void **st
     pthread_mutex_unlock(&http->lock);
     pthread_mutex_lock(&x->lock);
     x->connection = NULL, x->is_suspended = false;
-    x->is_gone |= code != MHD_REQUEST_TERMINATED_COMPLETED_OK;
+    if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK) x->is_gone = true;
     pthread_mutex_unlock(&x->lock);
     *state = NULL;
     unreference(x);
@@ -430,10 +429,7 @@ static void notify_connection(void *context, struct MHD_Connection *connection, 
 }
 
 int64_t mt_http_connections(mt_http *http) {
-    pthread_mutex_lock(&http->lock);
-    int64_t count = http->num_peers;
-    pthread_mutex_unlock(&http->lock);
-    return count;
+    return http->num_peers;
 }
 
 /* ---- clients that have gone, or are slow */

@@ -13,6 +13,31 @@ enum { MOST_UNREAD = 1 << 22 }; // bytes of a stream that its client has not rea
 
 /* ---- a job */
 
+static void *more(void *array, int64_t *capacity, int64_t wanted, int64_t size) {
+    if (wanted <= *capacity) return array;
+    *capacity = mt_max(wanted, 2 * *capacity);
+    return mt_realloc(array, *capacity * size);
+}
+
+static const mt_ids *choice_prompt(const mt_choice *choice) {
+    return &choice->job->request.prompts[choice->index / choice->job->request.num_choices];
+}
+
+/* Appends a token, and its text. */
+static const mt_response *add_token(mt_choice *choice, int32_t token, mt_finish finish) {
+    mt_job *job = choice->job;
+    int64_t at = choice->num_tokens++;
+    choice->tokens = more(choice->tokens, &choice->tokens_capacity, at + 1, 4);
+    choice->tokens[at] = token;
+    if (!job->service->tokenizer) return NULL;
+    mt_sequence part = {.id = choice->index, .tokens = choice->tokens, .num_tokens = at + 1, .finish = finish};
+    part.num_prompt = choice_prompt(choice)->count;
+    const mt_response *response = mt_responses_update(&job->responses, &part);
+    choice->ends = more(choice->ends, &choice->ends_capacity, at + 1, 8);
+    choice->ends[at] = response->text.bytes;
+    return response;
+}
+
 mt_job *mt_job_open(mt_exchange *exchange, mt_request *request, const mt_service *service, int64_t number) {
     mt_job *job = mt_calloc(sizeof *job);
     *job = (mt_job){.exchange = exchange, .request = *request, .service = service, .number = number};
@@ -20,6 +45,15 @@ mt_job *mt_job_open(mt_exchange *exchange, mt_request *request, const mt_service
     job->num_choices = request->num_prompts * request->num_choices;
     job->choices = mt_calloc(job->num_choices * (int64_t)sizeof *job->choices);
     for (int64_t i = 0; i < request->num_prompts; i++) job->prompt_tokens += request->prompts[i].count;
+    if (service->tokenizer)
+        job->responses = mt_responses_open(service->tokenizer, &job->request.stop, 0, job->num_choices);
+    for (int64_t i = 0; i < job->num_choices; i++) {
+        mt_choice *choice = &job->choices[i];
+        choice->job = job, choice->index = i;
+        const mt_ids *prompt = choice_prompt(choice);
+        for (int64_t t = 0; t < prompt->count; t++) add_token(choice, prompt->data[t], MT_UNFINISHED);
+        choice->seen = prompt->count;
+    }
     return job;
 }
 
@@ -36,21 +70,16 @@ void mt_job_close(mt_job *job) {
     free(job);
 }
 
-static const mt_ids *choice_prompt(const mt_choice *choice) {
-    return &choice->job->request.prompts[choice->index / choice->job->request.num_choices];
-}
-
 void mt_job_begin(mt_job *job, mt_engine *engine) {
     const mt_request *r = &job->request;
     job->began = mt_time();
-    if (job->service->tokenizer)
-        job->responses = mt_responses_open(job->service->tokenizer, &r->stop, 0, job->num_choices);
+    job->num_live = job->num_choices;
     for (int64_t i = 0; i < job->num_choices; i++) {
         mt_choice *choice = &job->choices[i];
-        choice->job = job, choice->index = i;
         const mt_ids *prompt = choice_prompt(choice);
         mt_engine_request wanted = {.id = i, .prompt = prompt->data, .num_prompt = prompt->count, .owner = choice};
         wanted.max_new_tokens = r->max_new_tokens, wanted.sampling = r->sampling, wanted.adapter = r->adapter;
+        choice->is_live = true;
         if (r->num_rivals >= 0) {
             int64_t first = r->echo ? 1 : prompt->count, end = prompt->count + r->max_new_tokens;
             mt_scores_begin(&choice->scores, first, end, r->num_rivals, job->service->vocab_size);
@@ -62,45 +91,18 @@ void mt_job_begin(mt_job *job, mt_engine *engine) {
 
 /* ---- tokens */
 
-static void *more(void *array, int64_t *capacity, int64_t wanted, int64_t size) {
-    if (wanted <= *capacity) return array;
-    *capacity = mt_max(wanted, 2 * *capacity);
-    return mt_realloc(array, *capacity * size);
-}
-
-/* Adds the text of new tokens, one after another, and notes where each ends. True: a stop string was found. */
-static bool read_text(mt_choice *choice, const mt_sequence *sequence) {
+bool mt_job_advance(mt_choice *choice, int32_t token, mt_finish finish) {
     mt_job *job = choice->job;
-    const mt_response *response = &job->responses.items[choice->index];
-    choice->ends = more(choice->ends, &choice->ends_capacity, sequence->num_tokens, 8);
-    for (int64_t t = choice->num_tokens; t < sequence->num_tokens; t++) {
-        mt_sequence part = *sequence;
-        part.id = choice->index, part.num_tokens = t + 1;
-        if (t + 1 < sequence->num_tokens) part.finish = MT_UNFINISHED;
-        response = mt_responses_update(&job->responses, &part);
-        choice->ends[t] = response->text.bytes;
-        if (response->ended && part.finish == MT_UNFINISHED) return true;
-    }
-    return response->ended && sequence->finish == MT_UNFINISHED;
-}
-
-bool mt_job_advance(mt_choice *choice, const mt_sequence *sequence, int32_t turn_end) {
-    mt_job *job = choice->job;
-    int64_t before = mt_max(choice->num_tokens, sequence->num_prompt);
-    mt_sequence now = *sequence;
     if (choice->finish) return true;
-    if (sequence->num_tokens == sequence->num_prompt && sequence->finish == MT_UNFINISHED) return false; // it is read
-    int32_t last = now.tokens[now.num_tokens - 1];
-    if (now.num_tokens > now.num_prompt && last == turn_end) now.finish = MT_FINISH_STOP;
-    if (job->service->tokenizer && read_text(choice, &now)) choice->is_cut = true;
-    choice->tokens = more(choice->tokens, &choice->tokens_capacity, now.num_tokens, 4);
-    memcpy(choice->tokens + choice->num_tokens, now.tokens + choice->num_tokens,
-           (size_t)(now.num_tokens - choice->num_tokens) * 4);
-    choice->num_tokens = now.num_tokens;
-    job->new_tokens += now.num_tokens - before;
+    choice->has_begun = true;
+    if (token >= 0) {
+        const mt_response *response = add_token(choice, token, finish);
+        choice->is_cut = response && response->ended && finish == MT_UNFINISHED;
+        job->new_tokens++;
+    }
     if (job->first == 0) job->first = mt_time();
-    if (!choice->is_cut && now.finish == MT_UNFINISHED) return false;
-    choice->finish = choice->is_cut || now.finish == MT_FINISH_STOP ? "stop" : "length";
+    if (!choice->is_cut && finish == MT_UNFINISHED) return false;
+    choice->finish = choice->is_cut || finish == MT_FINISH_STOP ? "stop" : "length";
     job->num_finished++;
     return true;
 }
@@ -378,7 +380,7 @@ static void send_calls(mt_job *job, mt_choice *choice, int64_t bytes) {
 static void stream_choice(mt_job *job, mt_choice *choice) {
     const mt_request *r = &job->request;
     int64_t settled = 0, first = job->responses.items ? first_byte(choice) : 0;
-    if (choice->num_tokens == 0 || choice->sent_tokens < 0) return; // it waits, or its end is sent
+    if (!choice->has_begun || choice->sent_tokens < 0) return; // it waits, or its end is sent
     choice->sent_bytes = mt_max(choice->sent_bytes, first);
     choice->sent_tokens = mt_max(choice->sent_tokens, first_token(choice));
     if (job->responses.items) {

@@ -12,6 +12,7 @@
 #include "counters.h"
 #include "job.h"
 #include "pace.h"
+#include "writer.h"
 
 #include <arpa/inet.h>
 #include <ctype.h>
@@ -44,42 +45,56 @@ typedef struct server {
     char *address, *key;
     int64_t created;
     mt_engine *engine;
+    mt_writer *writer;
     mt_job **running; // jobs whose choices the engine has
     int64_t num_running, running_capacity;
     int64_t max_sequences;
     mt_pace pace;
     double heard_at; // when the other ranks last heard from this one
+    char late[160];  // the sentences of 504 and 500
+    mt_error failure;
     /* shared with the threads of HTTP, under the lock */
     pthread_mutex_t lock, chat_lock;
     pthread_cond_t arrival;
-    phase phase;
-    mt_job *first, *last; // the queue
-    int64_t num_waiting, num_jobs;
+    _Atomic phase phase;         // also read without the lock
+    mt_job *first, *last;        // the queue
+    _Atomic int64_t num_waiting; // in it, or about to be; also read without the lock
+    int64_t num_jobs;
 } server;
 
 /* ---- the queue */
 
-/* Adds a job; or refuses it. */
-static int enqueue(server *s, mt_exchange *exchange, mt_request *request, mt_request_error *refusal) {
-    int status = 0;
+/* A place in the queue for a job, with its number; or a refusal. */
+static int64_t reserve(server *s, mt_request_error *refusal) {
+    int64_t number = -1;
     pthread_mutex_lock(&s->lock);
     if (s->phase == ENDING) {
-        status = mt_refuse(refusal, 503, NULL, "the server is ending; ask another one");
+        mt_refuse(refusal, 503, NULL, "the server is ending; ask another one");
     } else if (s->num_waiting >= s->run->options.serve_queue) {
-        status =
-            mt_refuse(refusal, 429, NULL, "%lld requests wait already; try again later", (long long)s->num_waiting);
+        mt_refuse(refusal, 429, NULL, "%lld requests wait already; try again later", (long long)s->num_waiting);
     } else {
-        if (!request->has_seed) request->sampling.seed += (uint64_t)s->num_jobs;
-        mt_job *job = mt_job_open(exchange, request, &s->service, s->num_jobs++);
-        if (s->last)
-            s->last->next = job;
-        else
-            s->first = job;
-        s->last = job, s->num_waiting++;
-        pthread_cond_signal(&s->arrival);
+        s->num_waiting++;
+        number = s->num_jobs++;
     }
     pthread_mutex_unlock(&s->lock);
-    return status;
+    return number;
+}
+
+/* Adds a job; or refuses it. The job is made between, as the text of a long prompt takes a while. */
+static int enqueue(server *s, mt_exchange *exchange, mt_request *request, mt_request_error *refusal) {
+    int64_t number = reserve(s, refusal);
+    if (number < 0) return -1;
+    if (!request->has_seed) request->sampling.seed += (uint64_t)number;
+    mt_job *job = mt_job_open(exchange, request, &s->service, number);
+    pthread_mutex_lock(&s->lock);
+    if (s->last)
+        s->last->next = job;
+    else
+        s->first = job;
+    s->last = job;
+    pthread_cond_signal(&s->arrival);
+    pthread_mutex_unlock(&s->lock);
+    return 0;
 }
 
 /* Takes out the first job that `wanted` chooses; under the lock. */
@@ -92,7 +107,8 @@ static mt_job *dequeue(server *s, bool (*wanted)(const server *s, const mt_job *
         else
             s->first = job->next;
         if (s->last == job) s->last = before;
-        job->next = NULL, s->num_waiting--;
+        job->next = NULL;
+        s->num_waiting--;
         return job;
     }
     return NULL;
@@ -117,9 +133,7 @@ static int answer_refusal(mt_exchange *x, const mt_request_error *refusal) {
 typedef int route_function(server *s, mt_exchange *x);
 
 static int get_health(server *s, mt_exchange *x) {
-    pthread_mutex_lock(&s->lock);
     phase phase = s->phase;
-    pthread_mutex_unlock(&s->lock);
     if (phase == SERVING) return answer_json(x, json_pack("{s:s}", "status", "ok"));
     mt_exchange_refuse(x, 503, phase == LOADING ? "the model is being loaded" : "the server is ending", NULL);
     return 503;
@@ -256,9 +270,7 @@ static bool path_is_open(const char *path) {
 static void receive(void *context, mt_exchange *x) {
     server *s = context;
     int route = find_route(mt_exchange_method(x), mt_exchange_path(x)), status;
-    pthread_mutex_lock(&s->lock);
     bool loading = s->phase == LOADING;
-    pthread_mutex_unlock(&s->lock);
     if (route == -1) {
         mt_exchange_refuse(x, status = 404, "there is nothing at this path; /v1/completions continues texts", NULL);
     } else if (route == -2) {
@@ -275,18 +287,6 @@ static void receive(void *context, mt_exchange *x) {
 
 /* ---- the loop */
 
-static const char *endpoint_of(const mt_job *job) {
-    return job->request.is_chat ? "/v1/chat/completions" : "/v1/completions";
-}
-
-static void end_job(server *s, mt_job *job, int status) {
-    double now = mt_time();
-    mt_counters_request(s->counters, endpoint_of(job), status);
-    mt_counters_tokens(s->counters, job->prompt_tokens, job->new_tokens);
-    mt_counters_time(s->counters, MT_LATENCY_REQUEST, now - job->arrived);
-    mt_job_close(job);
-}
-
 static bool is_late(const server *s, const mt_job *job) {
     int64_t seconds = s->run->options.serve_timeout;
     return seconds > 0 && mt_time() - job->arrived > (double)seconds;
@@ -299,24 +299,25 @@ static bool is_lost(const server *s, const mt_job *job) {
 /* Ends a job that nobody waits for, or that took too long; its choices are no longer in the engine. */
 static void end_lost(server *s, mt_job *job) {
     bool gone = mt_exchange_is_gone(job->exchange);
-    char message[200];
-    snprintf(message, sizeof message, "the request took longer than the %lld seconds of --serve-timeout; ask for less",
-             (long long)s->run->options.serve_timeout);
-    if (!gone) mt_job_fail(job, 504, message);
-    end_job(s, job, gone ? 499 : 504);
+    mt_writer_end(s->writer, job, gone ? 499 : 504, gone ? NULL : s->late);
 }
 
 /* True if the batch has room for a job, or is empty. */
 static bool has_room(const server *s, const mt_job *job) {
     int64_t count = 0;
-    for (int64_t i = 0; i < s->num_running; i++) count += s->running[i]->num_choices - s->running[i]->num_finished;
+    for (int64_t i = 0; i < s->num_running; i++) count += s->running[i]->num_live;
     return job == s->first && (count == 0 || count + job->num_choices <= s->max_sequences);
+}
+
+/* Locks the queue. False: streams run, and must not wait for the thread that has the lock. */
+static bool lock_queue(server *s) {
+    if (s->num_running > 0) return pthread_mutex_trylock(&s->lock) == 0;
+    return pthread_mutex_lock(&s->lock) == 0;
 }
 
 /* Takes jobs from the queue into the batch, in their order; drops lost ones. */
 static void admit(server *s) {
-    for (;;) {
-        pthread_mutex_lock(&s->lock);
+    while (s->num_waiting > 0 && lock_queue(s)) {
         mt_job *lost = dequeue(s, is_lost), *job = lost ? NULL : dequeue(s, has_room);
         pthread_mutex_unlock(&s->lock);
         if (lost) {
@@ -328,64 +329,87 @@ static void admit(server *s) {
             }
             s->running[s->num_running++] = job;
             mt_job_begin(job, s->engine);
-            mt_counters_time(s->counters, MT_LATENCY_QUEUE, job->began - job->arrived);
         } else {
             return;
         }
     }
 }
 
-/* Ends the choices of a job in the engine. */
-static void leave_engine(const server *s, const mt_job *job) {
-    int64_t count;
-    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
-    for (int64_t i = 0; i < count; i++) {
-        const mt_choice *choice = mt_engine_owner(s->engine, i);
-        if (choice && choice->job == job && sequences[i].finish == MT_UNFINISHED) mt_engine_end(s->engine, i);
-    }
+/* A choice has ended; at `index` of the engine's list, unless it ended there by itself: -1. */
+static void end_choice(const server *s, mt_choice *choice, int64_t index) {
+    if (!choice->is_live) return;
+    choice->is_live = false, choice->job->num_live--;
+    if (index >= 0) mt_engine_end(s->engine, index);
 }
 
-/* Gives the new tokens of a step to the jobs, and their answers to the clients. */
-static void deliver(server *s) {
+/* Ends a job's choices in the engine: the one with an index, or all: -1. */
+static void leave_engine(const server *s, const mt_job *job, int64_t which) {
     int64_t count;
     const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
     for (int64_t i = 0; i < count; i++) {
         mt_choice *choice = mt_engine_owner(s->engine, i);
-        if (!choice) continue;
-        bool first = choice->job->first == 0;
-        bool ended = mt_job_advance(choice, &sequences[i], choice->job->request.is_chat ? s->turn_end : -1);
-        if (first && choice->job->first > 0)
-            mt_counters_time(s->counters, MT_LATENCY_FIRST, choice->job->first - choice->job->arrived);
-        if (ended) mt_engine_end(s->engine, i);
+        if (choice && choice->job == job && (which < 0 || choice->index == which))
+            end_choice(s, choice, sequences[i].finish == MT_UNFINISHED ? i : -1);
     }
+}
+
+/* Gives the new tokens of a step to the writer. */
+static void give_tokens(server *s) {
+    int64_t count;
+    const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
+    for (int64_t i = 0; i < count; i++) {
+        const mt_sequence *sequence = &sequences[i];
+        mt_choice *choice = mt_engine_owner(s->engine, i);
+        if (!choice || !choice->is_live) continue;
+        bool has_new = sequence->num_tokens > choice->seen;
+        if (!has_new && sequence->finish == MT_UNFINISHED) continue; // its prompt is read
+        int32_t token = has_new ? sequence->tokens[sequence->num_tokens - 1] : -1;
+        bool turn_ends = has_new && choice->job->request.is_chat && token == s->turn_end;
+        mt_finish finish = turn_ends ? MT_FINISH_STOP : sequence->finish;
+        choice->seen = sequence->num_tokens;
+        mt_writer_token(s->writer, choice, token, finish);
+        if (finish != MT_UNFINISHED) end_choice(s, choice, sequence->finish == MT_UNFINISHED ? i : -1);
+    }
+}
+
+/* Ends the choices that the writer found a stop string in, or whose client does not read. */
+static void end_stopped(server *s) {
+    int64_t count;
+    const mt_stopped *stopped = mt_writer_stopped(s->writer, &count);
+    for (int64_t n = 0; n < count; n++)
+        for (int64_t i = 0; i < s->num_running; i++)
+            if (s->running[i]->number == stopped[n].number) leave_engine(s, s->running[i], stopped[n].index);
+}
+
+/* Gives the writer the new tokens of a step, and the jobs that have ended. */
+static void deliver(server *s) {
+    give_tokens(s);
     int64_t kept = 0;
     for (int64_t i = 0; i < s->num_running; i++) {
         mt_job *job = s->running[i];
-        mt_job_answer(job);
-        bool done = job->num_finished == job->num_choices, gone = mt_exchange_is_gone(job->exchange);
-        if (!done && !is_lost(s, job) && !job->is_over) {
+        bool lost = job->num_live > 0 && is_lost(s, job);
+        if (job->num_live > 0 && !lost) {
             s->running[kept++] = job;
             continue;
         }
-        leave_engine(s, job);
+        leave_engine(s, job, -1);
         mt_engine_disown(s->engine, job->choices, job->choices + job->num_choices);
-        if (done || job->is_over)
-            end_job(s, job, gone || !done ? 499 : 200);
-        else
+        if (lost)
             end_lost(s, job);
+        else
+            mt_writer_end(s->writer, job, 200, NULL);
     }
     s->num_running = kept;
 }
 
-static void report_state(server *s) {
+/* Hands the writer all that it is given, with the state. Without a sequence there is time to wait for it. */
+static void report(server *s) {
     mt_gauges gauges = {.running_requests = s->num_running, .connections = mt_http_connections(s->http)};
-    pthread_mutex_lock(&s->lock);
     gauges.waiting_requests = s->num_waiting;
-    pthread_mutex_unlock(&s->lock);
-    for (int64_t i = 0; i < s->num_running; i++)
-        gauges.running_sequences += s->running[i]->num_choices - s->running[i]->num_finished;
+    for (int64_t i = 0; i < s->num_running; i++) gauges.running_sequences += s->running[i]->num_live;
     mt_generator_read_pages(s->run->generator, &gauges.pages, &gauges.used_pages);
-    mt_counters_state(s->counters, &gauges);
+    mt_writer_state(s->writer, &gauges);
+    if (mt_writer_flush(s->writer, s->num_running == 0)) end_stopped(s);
 }
 
 /* Waits for a job, a signal or a moment. Other ranks, which end after a timeout, hear that this one is alive. */
@@ -406,26 +430,27 @@ static void wait_for_job(server *s) {
 
 /* True while there is something to do, or may be. */
 static bool goes_on(server *s) {
+    if (s->num_running > 0 && !mt_stop_requested()) return true;
     pthread_mutex_lock(&s->lock);
     if (mt_stop_requested()) s->phase = ENDING;
-    bool result = s->phase == SERVING || s->first || s->num_running > 0;
+    bool result = s->phase == SERVING || s->num_waiting > 0 || s->num_running > 0;
     pthread_mutex_unlock(&s->lock);
     return result;
 }
 
 /* A step failed: nobody gets an answer any more. */
 static void fail_all(server *s, const mt_error *error) {
+    s->failure = *error;
     pthread_mutex_lock(&s->lock);
     s->phase = ENDING;
     pthread_mutex_unlock(&s->lock);
-    for (int64_t i = 0; i < s->num_running; i++) {
-        mt_job_fail(s->running[i], 500, error->text);
-        end_job(s, s->running[i], 500);
-    }
+    for (int64_t i = 0; i < s->num_running; i++) mt_writer_end(s->writer, s->running[i], 500, s->failure.text);
     s->num_running = 0;
-    for (mt_job *job; (job = s->first) != NULL; end_job(s, job, 500)) {
-        s->first = job->next;
-        mt_job_fail(job, 500, error->text);
+    while (s->num_waiting > 0) {
+        pthread_mutex_lock(&s->lock);
+        mt_job *job = dequeue(s, has_room); // the batch is empty
+        pthread_mutex_unlock(&s->lock);
+        if (job) mt_writer_end(s->writer, job, 500, s->failure.text);
     }
 }
 
@@ -438,12 +463,12 @@ static void limit_prefill(server *s) {
     mt_engine_limit_prefill(s->engine, &limit);
 }
 
-/* Streams wait for a whole turn of the loop: its step, and the answers before and after. */
+/* Streams wait for a whole turn of the loop. */
 static int run_loop(server *s, mt_error *error) {
     while (goes_on(s)) {
         double start = mt_time();
         admit(s);
-        report_state(s);
+        report(s);
         if (s->num_running == 0) {
             wait_for_job(s);
             continue;
@@ -454,7 +479,7 @@ static int run_loop(server *s, mt_error *error) {
             fail_all(s, error);
             return -1;
         }
-        mt_counters_time(s->counters, MT_LATENCY_STEP, mt_time() - step);
+        mt_writer_step(s->writer, mt_time() - step);
         deliver(s);
         mt_prefill read = mt_generator_read_prefill(s->run->generator);
         mt_pace_note(&s->pace, &read, mt_time() - start);
@@ -590,6 +615,8 @@ static void open_server(server *s, mt_inference *r) {
     pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
     s->counters = mt_counters_open();
     s->max_sequences = r->options.inference_max_requests;
+    snprintf(s->late, sizeof s->late, "the request took longer than the %lld seconds of --serve-timeout; ask for less",
+             (long long)r->options.serve_timeout);
     s->service.name = model_name(&r->options);
     mt_inference_check(r, mt_serve_adapters_open(&s->adapters, &r->options, s->service.name, &error), &error);
     mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
@@ -639,19 +666,20 @@ void mt_serve(mt_inference *r) {
     s.engine = mt_engine_open(r->generator, &r->grid);
     s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX});
     int status;
+    if (r->is_first) s.writer = mt_writer_open(s.counters, &error);
+    mt_inference_check(r, r->is_first && !s.writer ? -1 : 0, &error);
     if (r->is_first) {
         open_chat(&s);
         describe_service(&s);
         mt_report_inference(r->model, o, r->context, stderr);
         print_place(&s);
-        pthread_mutex_lock(&s.lock);
         s.phase = SERVING;
-        pthread_mutex_unlock(&s.lock);
         status = run_loop(&s, &error);
         if (status == 0) mt_engine_stop(s.engine);
     } else {
         status = mt_engine_follow(s.engine, &error);
     }
+    mt_writer_close(s.writer);
     mt_engine_close(s.engine);
     close_server(&s);
     mt_inference_check(r, status, &error);
