@@ -3983,7 +3983,8 @@ mt_dtype mt_state_dtype(const mt_model *model, mt_param_state state);
 /* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets, this gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
 
-/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). */
+/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). The
+ * weights of a bucket that has some in fp8 are no shard: see mt_state_shard. */
 typedef struct mt_shard {
     void *data;
     int64_t first, count;

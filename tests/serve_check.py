@@ -241,7 +241,18 @@ def wrong_requests_are_refused_in_one_sentence():
     refused(404, None, None, "/../../etc/passwd", "GET")
     refused(405, None, None, "/v1/completions", "GET")
     refused(400, {}, "prompt", "/tokenize")
-    refused(403, {"prompt": "a"}, headers={"Host": "elsewhere.example"})
+    for host in "elsewhere.example", "localhost.example", "127.0.0.1.example", "[::1].example", "":
+        refused(403, {"prompt": "a"}, headers={"Host": host})
+    for host in "LocalHost", "localhost:80", "127.0.0.2:80", "127.1.2.3", "[::1]:80":
+        assert http_headers("GET", "/health", {"Host": host})[0] == 200, host
+    refused(415, {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
+    both = {"Content-Length": "5", "Transfer-Encoding": "chunked"}  # some versions of the library refuse it themselves
+    assert call("POST", "/v1/completions", b"0\r\n\r\n", both)[0] == 400
+    for body, parameter in (({"prompt": "a", "unknown": 1}, None), ({"prompt": "a", "messages": talk}, "prompt"),
+                            ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+                            ({"prompt": ["a"]}, "prompt")):
+        refused(400, body, parameter, "/tokenize")
+    refused(404, {"prompt": "a", "model": "other"}, "model", "/tokenize")
     refused(403, {"prompt": "a"}, headers={"Origin": "https://elsewhere.example"})
     refused(413, b" " * 70000)
     assert "Access-Control-Allow-Origin" not in str(http_headers("GET", "/health"))

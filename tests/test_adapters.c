@@ -6,6 +6,7 @@
 #include "../data/checkpoint/adapter.h"
 #include "../data/checkpoint/adapter_merge.h"
 #include "../data/checkpoint/checkpoint_save.h"
+#include "../data/checkpoint/tensor_stream.h"
 #include "golden.h"
 #include "folder.h"
 
@@ -425,6 +426,22 @@ static void switched_off_adapters_leave_no_trace(void **state) {
     }
 }
 
+/* Two files hold the same tensors. */
+static void assert_same_tensors(const char *folder, const char *other, const char *stem) {
+    mt_safetensors *a, *b;
+    mt_error error;
+    assert_int_equal(mt_safetensors_open_folder(&a, folder, stem, &error), 0);
+    assert_int_equal(mt_safetensors_open_folder(&b, other, stem, &error), 0);
+    assert_int_equal(mt_safetensors_count(a), mt_safetensors_count(b));
+    for (int64_t i = 0; i < mt_safetensors_count(a); i++) {
+        const mt_tensor_info *x = mt_safetensors_get(a, i), *y = mt_safetensors_find(b, x->name);
+        if (!y || x->dtype != y->dtype || x->bytes != y->bytes || memcmp(x->data, y->data, (size_t)x->bytes) != 0)
+            fail_msg("%s of %s is another one in %s", x->name, folder, other);
+    }
+    mt_safetensors_close(a);
+    mt_safetensors_close(b);
+}
+
 /* ---- a base in fp8 */
 
 #define BASE_IN_FP8 ALL_LINEAR " --lora-base-dtype fp8"
@@ -547,6 +564,52 @@ static void products_of_every_type_read_a_base_in_fp8(void **state) {
     }
 }
 
+/* Both as tensors of a folder and of a stream. */
+static void a_base_in_fp8_is_saved_and_streamed_as_its_values(void **state) {
+    (void)state;
+    static const char *const cases[] = {"llama", "gpt2", "mixtral"};
+    for (int k = 0; k < 3; k++) {
+        fixture rounded = open_adapted(cases[k], ALL_LINEAR), coded = open_adapted(cases[k], BASE_IN_FP8);
+        mt_checksums sums = {0};
+        mt_error error;
+        mt_tensor_stream *stream;
+        mt_whole_tensor tensor;
+        mt_safetensors *set;
+        int64_t count = 0;
+        char names[2][32];
+        for (int i = 0; i < 2; i++) {
+            fixture *f = i ? &coded : &rounded;
+            create_model(f, &mt_grid_of_one);
+            if (i == 1) copy_base(&rounded, &coded);
+        }
+        for (int i = 0; i < 2; i++) {
+            snprintf(names[i], sizeof names[i], "%s_%s", cases[k], i ? "coded" : "rounded");
+            assert_int_equal(mkdir(at(names[i]), 0700), 0);
+            mt_model *model = i ? coded.model : rounded.model;
+            if (mt_safetensors_save_folder(model, at(names[i]), "model", INT64_MAX, "--save", &sums, &error) != 0)
+                fail_msg("%s", error.text);
+        }
+        char *folder = mt_strdup(at(names[0]));
+        assert_same_tensors(folder, at(names[1]), "model");
+        assert_int_equal(mt_safetensors_open_folder(&set, folder, "model", &error), 0);
+        assert_int_equal(mt_tensor_stream_open(&stream, coded.model, MT_STREAM_WEIGHTS, 0, &error), 0);
+        while (mt_tensor_stream_next(stream, &tensor)) {
+            const mt_tensor_info *saved = mt_safetensors_find(set, tensor.name);
+            assert_non_null(saved);
+            assert_int_equal(saved->bytes, tensor.count * 4);
+            assert_memory_equal(saved->data, tensor.values, (size_t)saved->bytes);
+            count++;
+        }
+        assert_int_equal(count, mt_safetensors_count(set));
+        mt_tensor_stream_close(stream);
+        mt_safetensors_close(set);
+        mt_checksums_free(&sums);
+        free(folder);
+        close_family(&rounded);
+        close_family(&coded);
+    }
+}
+
 static int64_t allocated;
 
 static void *count_alloc(int64_t bytes) {
@@ -590,22 +653,6 @@ static void a_base_in_fp8_takes_the_bytes_of_its_plan(void **state) {
 }
 
 /* ---- files */
-
-/* Two files hold the same tensors. */
-static void assert_same_tensors(const char *folder, const char *other, const char *stem) {
-    mt_safetensors *a, *b;
-    mt_error error;
-    assert_int_equal(mt_safetensors_open_folder(&a, folder, stem, &error), 0);
-    assert_int_equal(mt_safetensors_open_folder(&b, other, stem, &error), 0);
-    assert_int_equal(mt_safetensors_count(a), mt_safetensors_count(b));
-    for (int64_t i = 0; i < mt_safetensors_count(a); i++) {
-        const mt_tensor_info *x = mt_safetensors_get(a, i), *y = mt_safetensors_find(b, x->name);
-        if (!y || x->dtype != y->dtype || x->bytes != y->bytes || memcmp(x->data, y->data, (size_t)x->bytes) != 0)
-            fail_msg("%s of %s is another one in %s", x->name, folder, other);
-    }
-    mt_safetensors_close(a);
-    mt_safetensors_close(b);
-}
 
 static void a_checkpoint_is_a_folder_of_peft(void **state) {
     (void)state;
@@ -959,6 +1006,7 @@ int main(void) {
         cmocka_unit_test(switched_off_adapters_leave_no_trace),
         cmocka_unit_test(a_base_in_fp8_is_one_whose_matrices_were_rounded),
         cmocka_unit_test(products_of_every_type_read_a_base_in_fp8),
+        cmocka_unit_test(a_base_in_fp8_is_saved_and_streamed_as_its_values),
         cmocka_unit_test(a_base_in_fp8_takes_the_bytes_of_its_plan),
         cmocka_unit_test(a_checkpoint_is_a_folder_of_peft),
         cmocka_unit_test(a_run_continues_bit_for_bit),

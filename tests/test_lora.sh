@@ -433,7 +433,9 @@ the_reference_of_adapters_is_their_base() {
     losses "$work/dpo_whole" >"$work/expected"
     { losses "$work/dpo_first" && losses "$work/dpo_second"; } >"$work/actual"
     cmp "$work/expected" "$work/actual" && head -1 "$work/actual" | grep -q '^0\.6931' &&
-        [ "$(sort -u "$work/actual" | wc -l)" = 4 ]
+        [ "$(sort -u "$work/actual" | wc -l)" = 4 ] || return 1
+    prefers --lora-base-dtype fp8 --train-iters 1 --metrics "$work/dpo_fp8" && losses "$work/dpo_fp8" | head -1 |
+        grep -q '^0\.6931'
 }
 
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter

@@ -881,7 +881,7 @@ EOF
         's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: corrections of the generator' \
         's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: corrections of the generator' \
         's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
-        's/^track_name.*/is_pure_opd: true=is_pure_opd is not supported: a student'
+        's/^track_name.*/opsd_mode: full=opsd_mode is not supported: a teacher reads'
 }
 
 # Sampling has the defaults of ROLL's classes, and an iteration its shares of domains, by the tags of their rewards.
@@ -935,13 +935,12 @@ EOF
     prints "$work/examples.yaml" actor_train && unused actor_rollout_ref.model.lora 'off: rank is 0' &&
         sets actor_rollout_ref.actor.use_dynamic_bsz sequence-packing true &&
         sets actor_rollout_ref.actor.optim.min_lr_ratio min-lr 1e-07 &&
-        sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'a student learns' &&
+        sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'off: enabled is not' &&
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
     refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
         's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
-        's/n: {enabled: false/n: {enabled: true=distillation is not supported' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
         's/trainer_mode: sync/trainer_mode: colocate_async=trainer_mode can only be sync' \
         's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha' || return 1
@@ -949,6 +948,74 @@ EOF
         prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
         sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&
         shows lora-target 'q_proj o_proj'
+}
+
+# On-policy distillation in a file of verl, with one teacher and several, and in the two forms of ROLL.
+on_policy_distillation_is_read() {
+    cat >"$work/opd.yaml" <<'EOF'
+actor_rollout_ref: {model: {path: a/b}, actor: {ppo_mini_batch_size: 8}, rollout: {n: 2}}
+distillation:
+  _target_: a.b
+  enabled: true
+  n_gpus_per_node: 8
+  teacher_key: data_source
+  teacher_models:
+    num_replicas: 0
+    teacher_model: {key: null, model_path: c/d, num_replicas: 0, inference: {tensor_model_parallel_size: 2, name: vllm}}
+  distillation_loss: {loss_mode: low_var_kl, topk: 32, use_task_rewards: true, distillation_loss_coef: 0.5,
+    loss_max_clamp: 10.0, log_prob_min_clamp: -10.0, use_policy_gradient: true, policy_loss_mode: vanilla,
+    clip_ratio: 0.2, clip_ratio_low: 0.1, clip_ratio_high: 0.3}
+EOF
+    loss=distillation.distillation_loss teacher=distillation.teacher_models.teacher_model
+    prints "$work/opd.yaml" actor_train && sets $teacher.model_path teacher-load c/d &&
+        sets $teacher.inference.tensor_model_parallel_size teacher-tensor-model-parallel-size 2 &&
+        sets $loss.loss_mode distillation-loss-mode k3 && sets $loss.distillation_loss_coef distillation-loss-coef \
+            0.5 &&
+        sets $loss.loss_max_clamp distillation-loss-max-clamp 10 &&
+        sets $loss.use_policy_gradient distillation-in policy-gradient &&
+        sets $loss.clip_ratio_high distillation-clip-ratio-high 0.3 &&
+        unused distillation.teacher_key 'several teachers: one' && unused $loss.topk forward_kl_topk || return 1
+    refuses_changes opd 's/low_var_kl/forward_kl_topk=loss_mode cannot be forward_kl_topk: the divergence is' \
+        's/mode: vanilla/mode: gspo=policy_loss_mode can only be vanilla' \
+        's/loss_max_clamp/loss_max_clmp=unknown option loss_max_clmp; did you mean loss_max_clamp' || return 1
+    # without the gradient of a policy, its range is of no use, and without rewards the weight is 1
+    sed 's/gradient: true/gradient: false/; s/rewards: true/rewards: false/' "$work/opd.yaml" >"$work/alone.yaml"
+    prints "$work/alone.yaml" actor_train && sets $loss.use_policy_gradient distillation-in loss &&
+        sets $loss.use_task_rewards use-task-rewards false && unused $loss.clip_ratio_low 'use_policy_gradient' &&
+        unused $loss.distillation_loss_coef 'use_task_rewards, which is false' || return 1
+    sed 's/^    num_replicas: 0/    one: {key: math, model_path: e\/f}\n    two: {key: code, model_path: g\/h}/
+        /^  distillation_loss/,$d' "$work/opd.yaml" >"$work/two.yaml"
+    prints "$work/two.yaml" actor_train && sets distillation.teacher_models teachers 'math=e/f code=g/h' &&
+        sets distillation.teacher_key teacher-key data_source &&
+        sets '(absent: use_policy_gradient)' distillation-in loss &&
+        sets '(absent: loss_mode)' distillation-loss-mode k3 || return 1
+    cat >"$work/roll-opd.yaml" <<'EOF'
+rollout_batch_size: 4
+kl_penalty: mse
+opd_kl_coef: 0.25
+student_train:
+  model_args: {model_name_or_path: a/b}
+  data_args: {file_name: x.jsonl}
+  training_args: {learning_rate: 1e-6}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 1}}
+student_infer: {generating_args: {temperature: 0.9}, strategy_args: {strategy_name: vllm}}
+teacher:
+  model_args: {model_name_or_path: c/d}
+  strategy_args: {strategy_name: megatron_infer, strategy_config: {pipeline_model_parallel_size: 4}}
+EOF
+    prints "$work/roll-opd.yaml" student_train && sets teacher.model_args.model_name_or_path teacher-load c/d &&
+        sets teacher.strategy_args.strategy_config.pipeline_model_parallel_size teacher-pipeline-model-parallel-size \
+            4 &&
+        sets student_infer.generating_args.temperature temperature 0.9 &&
+        sets student_train distillation-in advantages && sets student_train use-task-rewards false &&
+        sets student_train distillation-loss-mode k2 && sets student_train adv-estimator reinforce &&
+        ! grep -q -e '--distillation-loss-coef 0' "$work/out" || return 1
+    sed 's/student_/actor_/; s/^kl_pen.*/use_opd: true/' "$work/roll-opd.yaml" >"$work/mixed.yaml"
+    prints "$work/mixed.yaml" actor_train && sets use_opd distillation-in advantages &&
+        sets use_opd distillation-loss-coef 0.25 && ! grep -q -e '--use-task-rewards' "$work/out" || return 1
+    sed 's/use_opd: true/use_opd: false/' "$work/mixed.yaml" >"$work/none.yaml" &&
+        prints "$work/none.yaml" actor_train && unused teacher 'on-policy distillation: use_opd' &&
+        ! grep -q -e '--teacher-load' "$work/out"
 }
 
 # Trinity-RFT's own file, whose trainer_config has verl's keys; its references lead there, or to verl's defaults.
@@ -1720,6 +1787,7 @@ check cispo_of_roll_has_its_range cispo_of_roll_has_its_range
 check examples_of_roll_are_read examples_of_roll_are_read
 check sampling_and_domains_of_roll_are_read sampling_and_domains_of_roll_are_read
 check examples_of_verl_are_read examples_of_verl_are_read
+check on_policy_distillation_is_read on_policy_distillation_is_read
 check trinity_is_read trinity_is_read
 check trinity_without_the_keys_of_verl_is_read trinity_without_the_keys_of_verl_is_read
 check the_losses_of_trinity_are_its_own the_losses_of_trinity_are_its_own

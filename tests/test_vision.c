@@ -311,6 +311,40 @@ static void a_bad_batch_is_refused(void **state) {
     close_model(&f);
 }
 
+static void impossible_options_are_refused(void **state) {
+    static const struct {
+        const char *words, *message;
+    } cases[] = {
+        {"--context-parallel-size 2", "--context-parallel-size 2: a model with a vision tower keeps its sequences"},
+        {"--mtp-num-layers 1", "--mtp-num-layers 1: modules of multi-token prediction do not know images"},
+        {"--fp8-format e4m3", "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16"},
+        {"--bf16 --fp32-residual-connection", "--fp32-residual-connection: a model with a vision tower"},
+        {"--stage rm --value-head", "--stage: a model with a vision tower is trained by pt and sft so far"},
+        {"--pipeline-model-parallel-size 4", "adds to the first 2 layers of the decoder, and "
+                                             "the first pipeline stage has 1"},
+        {"--vision-num-layers 5", "--vision-num-layers is 5, but the weights have 3"},
+        {"--mrope-section 4 4 0", "--mrope-section is 4 4 0, but the weights have 4 2 2"},
+        {"--language-model-only --freeze-vision", "--freeze-vision needs --vision-tower"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char line[512], *arguments[64], *rest = line;
+        int count = 0;
+        mt_run_options o;
+        mt_error error = {{0}};
+        snprintf(line, sizeof line,
+                 "train --load tests/golden/vision/qwen3_vl --data-path none --seq-length 48 --train-iters 1 --lr 1e-3 "
+                 "--device cpu %s",
+                 cases[i].words);
+        for (char *word; (word = strtok_r(rest, " ", &rest));) arguments[count++] = word;
+        int status = mt_options_parse(&o, MT_PROGRAM_TRAIN, count, arguments, &error);
+        if (status == 0) status = mt_options_finish(&o, MT_PROGRAM_TRAIN, 4, &error);
+        if (status == 0 || !strstr(error.text, cases[i].message))
+            fail_msg("%s: '%s' instead of '%s'", cases[i].words, error.text, cases[i].message);
+        mt_options_free(&o);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_equal_transformers),
@@ -322,6 +356,7 @@ int main(void) {
         cmocka_unit_test(frozen_parts_stay_and_the_others_train),
         cmocka_unit_test(the_decoder_alone_equals_the_model_on_text),
         cmocka_unit_test(a_bad_batch_is_refused),
+        cmocka_unit_test(impossible_options_are_refused),
     };
     return cmocka_run_group_tests_name("vision", tests, make_root, remove_root);
 }

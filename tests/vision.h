@@ -26,8 +26,9 @@ enum { STEPS = 5, SEQUENCES = 2, LENGTH = 48, VOCABULARY = 160, PATCHES = 64, PA
 
 static const struct {
     const char *name;
-    double tolerance; // transformers computes linear attention in float32
-} models[] = {{"qwen3_vl", 1e-5}, {"qwen2_5_vl", 1e-5}, {"qwen3_5_vl", 3e-4}};
+    double tolerance;
+    int norm_steps; // whose gradient norms are compared: see tests/golden/vision/make_float64.py --disturb
+} models[] = {{"qwen3_vl", 1e-5, STEPS}, {"qwen2_5_vl", 1e-5, STEPS}, {"qwen3_5_vl", 3e-4, 2}};
 enum { NUM_MODELS = sizeof models / sizeof *models };
 
 typedef struct fixture {
@@ -177,7 +178,8 @@ __attribute__((unused)) static void assert_expected(int model, const char *words
     for (size_t i = 0; i < STEPS; i++) {
         double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
         double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));
-        if (!(fabs(losses[i] - loss) <= tolerance * loss) || !(fabs(norms[i] - norm) <= tolerance * norm))
+        bool compares = (int)i < models[model].norm_steps;
+        if (!(fabs(losses[i] - loss) <= tolerance * loss) || (compares && !(fabs(norms[i] - norm) <= tolerance * norm)))
             fail_msg("%s%s step %d: loss %.9f, expected %.9f; norm %.9f, expected %.9f", models[model].name, words,
                      (int)i + 1, losses[i], loss, norms[i], norm);
     }

@@ -445,8 +445,17 @@ static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
 /* Data of an encoder-decoder. */
 static int mt_options_check_mappings(const mt_run_options *o, mt_error *error) {
     const mt_constraint rules[] = {
-        {.broken = o->mock_data,
-         .message = "--mock-data has no inputs for an encoder; give --sft --data-path FILE.jsonl"},
+        {.broken = o->mock_data && o->sft,
+         .message = "--mock-data: mock data of an encoder-decoder are no samples of --sft; leave --sft out"},
+        {.broken = o->tokens_file != NULL,
+         .message = "--tokens-file has no inputs for an encoder; give --data-path or --mock-data"},
+        {.broken = o->reset_position_ids || o->reset_attention_mask,
+         .message =
+             "--reset-position-ids and --reset-attention-mask: a sample of an encoder-decoder is of one document; "
+             "leave them out"},
+        {.broken = o->eod_mask_loss,
+         .message = "--eod-mask-loss: targets of an encoder-decoder end with the end of document; leave it out"},
+        {.broken = o->fim_data, .message = "--fim-data: an encoder-decoder has masked spans instead; leave it out"},
         {.broken = o->sequence_packing,
          .message = "--sequence-packing: pairs of an encoder-decoder are not packed so far; leave it out"},
         {.broken = o->variable_seq_lengths,
@@ -471,10 +480,6 @@ static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
                             : cuts                        ? "reset-attention-mask"
                                                           : "eod-mask-loss");
     if (o->stack.decoder_num_layers > 0 && mt_options_check_mappings(o, error) != 0) return -1;
-    if (o->stack.decoder_num_layers > 0 && !o->sft)
-        return mt_error_set(error,
-                            "--decoder-num-layers: an encoder-decoder is trained on pairs of texts; give --sft, and "
-                            "lines with \"input\" and \"target\"");
     if (mt_options_check_validation_sets(o, error) != 0) return -1;
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }

@@ -511,16 +511,23 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
 
 /* ---- stages, batches, schedules */
 
+/* The number of layers in messages about stages: see mt_options.num_layers. */
+static const char *mt_options_layers_name(const mt_options *o) {
+    return o->decoder_num_layers > 0 ? "--encoder-num-layers plus twice --decoder-num-layers" : "--num-layers";
+}
+
 /* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
 static int mt_options_derive_stages(mt_run_options *o, mt_error *error) {
     int64_t pp = o->stack.pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
     int64_t extra = o->stack.account_for_embedding_in_pipeline_split + o->stack.account_for_loss_in_pipeline_split;
     int64_t layers = o->stack.num_layers + extra, *vp = &o->stack.num_virtual_stages_per_pipeline_rank;
     int64_t stages = o->stack.pipeline_letters ? mt_pipeline_layout_count(o->stack.pipeline_letters) : pp;
+    char name[128];
+    snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+             extra ? ", with the layers that --account-for-* adds," : "");
     const mt_multiple multiples[] = {
         {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
-        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
-         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+        {name, layers, "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
          o->stack.pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
@@ -714,11 +721,6 @@ static int mt_options_derive_batches(mt_run_options *o, mt_error *error) {
          size += ramp[1])
         if (mt_options_check_micro_batches(&o->stack, size, error)) return -1;
     return 0;
-}
-
-/* The number of layers in messages about stages: see mt_options.num_layers. */
-static const char *mt_options_layers_name(const mt_options *o) {
-    return o->decoder_num_layers > 0 ? "--encoder-num-layers plus twice --decoder-num-layers" : "--num-layers";
 }
 
 /* The letters of the stages: one E at the start, one L at the end, the MTP modules right before L. */

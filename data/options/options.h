@@ -82,6 +82,8 @@ typedef struct mt_run_options {
     bool use_precision_aware_optimizer, use_distributed_optimizer, grad_reduce_in_bf16;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t num_layers_per_virtual_pipeline_stage;
+    double mask_prob, short_seq_prob;     // of masked spans (t5_dataset.h), and the number of sentinels behind
+    int64_t vocab_extra_ids;              // the tokenizer's vocabulary
     int64_t decoder_seq_length;           // of an encoder-decoder: stack.seq_length, once options are finished
     char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
     bool recompute_activations, moe_layer_recompute;

@@ -49,6 +49,7 @@ typedef struct reader {
     int depth;         // of sections; 1: the keys of the file
     int64_t num_unknown, num_searched;
     bool is_other; // the keys at hand are another role's, and only their names matter
+    bool distills; // ROLL's on-policy distillation
 } reader;
 
 /* The text of a key of the section that the value at hand is in, or of the root, to free; NULL: there is none. */
@@ -429,6 +430,17 @@ static void derive_dynamic(reader *r, const mt_role_key *row, const mt_yaml_node
 }
 
 /* Changes the entry of a key whose value depends on other keys too. */
+static void derive_of_distillation(reader *r, const mt_role_key *row, const mt_yaml_node *mapping,
+                                   mt_role_entry *entry);
+
+/* The teachers of verl's teacher_models besides `teacher_model`, which counts only where it is alone. */
+static int64_t count_teachers(const mt_yaml_node *models) {
+    int64_t count = 0;
+    for (int64_t i = 0; models && models->kind == MT_YAML_SECTION && i < models->count; i++)
+        count += models->values[i]->kind == MT_YAML_SECTION && strcmp(models->keys[i]->text, "teacher_model") != 0;
+    return count;
+}
+
 static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);
@@ -460,6 +472,11 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     } else if (row->kind == MT_KEY_ENABLED) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
             entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
+    } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP) {
+        derive_of_distillation(r, row, mapping, entry);
+    } else if (row->kind == MT_KEY_TEACHER_KEY) {
+        if (count_teachers(mt_yaml_get(mapping, "teacher_models")) == 0)
+            set_kind(entry, MT_ENTRY_UNUSED, "several teachers: one has all prompts");
     } else if (row->kind == MT_KEY_DIST_PATH) {
         char *use = sibling_text(r, mapping, "use_dist_checkpointing");
         bool is_off = use && mt_parse_bool(use, &is_true) && !is_true;
@@ -496,6 +513,18 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
                                            "--dynamic-sampling drops");
     }
     free(flag);
+}
+
+/* verl's distillation_loss: keys that only some of its forms read. */
+static void derive_of_distillation(reader *r, const mt_role_key *row, const mt_yaml_node *mapping,
+                                   mt_role_entry *entry) {
+    bool is_coef = row->kind == MT_KEY_DISTILL_COEF, is_true = is_coef;
+    char *flag = sibling_text(r, mapping, is_coef ? "use_task_rewards" : "use_policy_gradient");
+    if (flag) (void)mt_parse_bool(flag, &is_true);
+    free(flag);
+    if (!is_true)
+        set_kind(entry, MT_ENTRY_UNUSED,
+                 is_coef ? "use_task_rewards, which is false" : "use_policy_gradient, which is not true");
 }
 
 /* ---- the walk --------------------------------------------------------------------------------------------------- */
@@ -658,6 +687,54 @@ static int take_adapter(reader *r, const mt_role_key *row, mt_yaml_node *node, l
     return status;
 }
 
+/* verl's section of on-policy distillation, if it is enabled. */
+static int take_distillation(reader *r, const mt_role_key *row, mt_yaml_node *node, long long line) {
+    char *enabled = sibling_text(r, node, "enabled");
+    bool is_on = false;
+    if (enabled) (void)mt_parse_bool(enabled, &is_on);
+    free(enabled);
+    if (is_on) return take_section(r, node, row->text, line);
+    add_entry(r, MT_ENTRY_FIXED, line, "off: enabled is not true");
+    return 0;
+}
+
+/* verl's teachers, each {key, model_path, inference}. */
+static int take_teachers(reader *r, mt_yaml_node *node, long long line) {
+    bool several = count_teachers(node) > 0;
+    size_t length = strlen(r->key);
+    mt_strings words = {0};
+    int status = node->kind == MT_YAML_SECTION ? 0 : mt_yaml_fail(r->yaml, node, "expects a section of teachers");
+    for (int64_t i = 0; status == 0 && i < node->count; i++) {
+        mt_yaml_node *teacher = node->values[i];
+        const char *name = node->keys[i]->text;
+        snprintf(r->key + length, MAX_KEY - length, ".%.80s", name);
+        if (mt_yaml_follow(r->yaml, &teacher) != 0) {
+            status = -1;
+        } else if (teacher->kind != MT_YAML_SECTION || (several && strcmp(name, "teacher_model") == 0)) {
+            add_entry(r, MT_ENTRY_UNUSED, node->keys[i]->line, "teachers: their sections have names");
+        } else if (!several) {
+            status = take_section(r, teacher, "verl.teacher", node->keys[i]->line);
+        } else {
+            char *key = sibling_text(r, teacher, "key"), *path = sibling_text(r, teacher, "model_path"), word[4400];
+            snprintf(word, sizeof word, "%.300s=%.4000s", key ? key : "", path ? path : "");
+            if (key && path)
+                mt_strings_add(&words, word);
+            else
+                add_entry(r, MT_ENTRY_REFUSED, node->keys[i]->line, "needs key and model_path");
+            free(key), free(path);
+            status = take_section(r, teacher, "verl.teachers", node->keys[i]->line);
+        }
+        r->key[length] = 0;
+    }
+    if (status == 0 && words.count > 0) {
+        mt_role_entry *entry = add_option(r, line, "teachers", NULL);
+        for (int64_t i = 0; i < words.count; i++) mt_strings_add(&entry->values, words.items[i]);
+        entry->is_sequence = true;
+    }
+    mt_strings_free(&words);
+    return status;
+}
+
 /* A key of a value that is not null. `node` is its value. */
 static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_yaml_node *node,
                     long long line) {
@@ -683,6 +760,8 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
     }
     if (row->kind == MT_KEY_DEVICES) return take_devices(r, node, line);
     if (row->kind == MT_KEY_ADAPTER) return take_adapter(r, row, node, line);
+    if (row->kind == MT_KEY_DISTILLATION) return take_distillation(r, row, node, line);
+    if (row->kind == MT_KEY_TEACHERS) return take_teachers(r, node, line);
     bool is_off =
         row->kind == MT_KEY_ADDITIONAL && node->kind == MT_YAML_TEXT && mt_parse_bool(node->text, &is_on) && !is_on;
     if (is_off) return 0;
@@ -852,6 +931,10 @@ static int take_key(reader *r, const mt_yaml_node *mapping, const mt_yaml_node *
     bool is_megatron = !row && mt_role_section_is_megatron(section);
     if (r->is_other && (row || is_megatron)) return take_other(r, mapping, node, name, section, key->line);
     r->has_role = r->has_role || (roles && applies && is_own_section(row, r->role));
+    if (roles && applies && strcmp(row->text, "teachers") == 0 && !r->distills && strcmp(r->role, "student") != 0) {
+        add_entry(r, MT_ENTRY_UNUSED, key->line, "on-policy distillation: use_opd is not true");
+        return 0;
+    }
     if (row && !applies) {
         add_entry(r, MT_ENTRY_UNUSED, key->line, "other roles");
         return 0;
@@ -918,8 +1001,8 @@ static bool is_trinity(const reader *r) {
 
 /* The roles of a file, with ", " between them. */
 static void list_roles(reader *r, char roles[400]) {
-    static const char *const names[] = {"sft_train",   "student",   "teacher", "actor_train",
-                                        "actor_infer", "reference", "critic",  "reward"};
+    static const char *const names[] = {"sft_train",   "student",     "student_train", "student_infer", "teacher",
+                                        "actor_train", "actor_infer", "reference",     "critic",        "reward"};
     static const char *const verl[][2] = {{"actor", "actor_train"}, {"rollout", "actor_infer"}, {"ref", "reference"}};
     size_t used = 0;
     *roles = 0;
@@ -1099,6 +1182,7 @@ static void add_defaults(reader *r, const char *root) {
 /* Adds --stage and the defaults of a role that trains. */
 static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     const char *name = row->key ? row->key : row->role;
+    if (!mt_yaml_get(r->yaml->root, name) && mt_yaml_get(r->yaml->root, "student_train")) name = "student_train";
     if (!mt_yaml_get(r->yaml->root, name)) name = strcmp(root, "trinity") == 0 ? "trainer" : "actor_rollout_ref";
     snprintf(r->key, sizeof r->key, "%s", name);
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
@@ -1133,11 +1217,43 @@ static const mt_role_stage *trinity_stage(reader *r, const mt_role_stage *stage)
     return stage;
 }
 
+/* ROLL's on-policy distillation: the options of use_opd, or of its pure form, in which student_train and student_infer
+ * take the places of actor_train and actor_infer. */
+static void add_distillation(reader *r, bool is_pure) {
+    const mt_role_key *row = mt_role_key_find("roll", "kl_penalty", r->role);
+    char *type = path_text(r, "kl_penalty"), *coef = is_pure ? NULL : path_text(r, "opd_kl_coef"), value[400];
+    const char *name = is_pure ? "student_train" : "use_opd";
+    long long line = line_of_root_key(r, name);
+    snprintf(r->key, sizeof r->key, "%s", name);
+    add_option(r, line, "distillation-in", "advantages")->is_implied = true;
+    if (is_pure) add_option(r, line, "use-task-rewards", "false")->is_implied = true;
+    if (is_pure && !is_set(r, "adv-estimator")) // of no use, but that of ROLL's default would train a critic
+        add_option(r, line, "adv-estimator", "reinforce")->is_implied = true;
+    if (coef) add_option(r, line_of_root_key(r, "opd_kl_coef"), "distillation-loss-coef", coef)->is_implied = true;
+    if (type && row && mt_role_key_translate(row, type, value, sizeof value))
+        add_option(r, line_of_root_key(r, "kl_penalty"), "distillation-loss-mode", *value ? value : type)->is_implied =
+            true;
+    *r->key = 0;
+    free(type), free(coef);
+}
+
+static bool is_true_at(reader *r, const char *path) {
+    char *text = path_text(r, path);
+    bool is_true = false;
+    if (text) (void)mt_parse_bool(text, &is_true);
+    free(text);
+    return is_true;
+}
+
 static int read_document(reader *r) {
     mt_yaml_node *root = r->yaml->root;
     char roles[400];
     if (!root || root->kind != MT_YAML_SECTION)
         return mt_error_set(r->yaml->error, "%s: is no file of roles: it has no sections", r->yaml->path);
+    bool is_pure = mt_yaml_get(root, "student_train") || is_true_at(r, "is_pure_opd");
+    if (is_pure && strcmp(r->role, "student_train") == 0) r->role = "actor_train";
+    if (is_pure && strcmp(r->role, "student_infer") == 0) r->role = "actor_infer";
+    r->distills = is_pure || is_true_at(r, "use_opd");
     const mt_role_stage *stage = mt_role_stages;
     while (stage->stage &&
            (strcmp(stage->role, r->role) != 0 || (stage->key && !mt_yaml_get(r->yaml->root, stage->key))))
@@ -1152,6 +1268,7 @@ static int read_document(reader *r) {
     if (is_trinity(r) && verl != root && strcmp(r->role, "actor_train") == 0) stage = trinity_stage(r, stage);
     r->stage = stage->stage;
     if (take_section(r, root, section, 1) != 0) return -1;
+    if (r->has_role && r->distills && strcmp(r->role, "actor_train") == 0) add_distillation(r, is_pure);
     if (r->has_role && r->stage) add_stage(r, stage, section);
     if (r->has_role && strcmp(r->role, "actor_infer") == 0) add_defaults(r, section);
     if (r->has_role) return 0;

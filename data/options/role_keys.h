@@ -47,6 +47,11 @@ typedef enum mt_role_key_kind {
     MT_KEY_NORM_METHOD,  // --norm-mean-type, and --norm-std-type for mean_std, over the grouping
     MT_KEY_DYNAMIC,      // micro-batches by tokens: --variable-seq-lengths, or --sequence-packing of responses
     MT_KEY_TOKENS,       // the most of these on all context ranks
+    MT_KEY_DISTILLATION, // MT_KEY_SECTION if its `enabled` is true, otherwise not used here
+    MT_KEY_TEACHERS,     // verl's teacher_models: --teacher-load of one, --teachers of several
+    MT_KEY_TEACHER_KEY,  // as it is, with several of these
+    MT_KEY_DISTILL_COEF, // as it is, unless use_task_rewards is false
+    MT_KEY_DISTILL_CLIP, // as it is, if use_policy_gradient is true
     MT_KEY_EXPERIENCE,   // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
     MT_KEY_STRATEGY      // the engine's section: that of `text` for Megatron, otherwise not used here
 } mt_role_key_kind;
