@@ -1156,6 +1156,45 @@ EOF
     prints "$work/t.yaml" actor_train && shows kl-loss-type k2 && shows kl-loss-coef 0.001
 }
 
+# Trinity-RFT's losses: none is no divergence, other keys of an algorithm win or are refused where the loss lacks them.
+the_losses_of_trinity_are_its_own() {
+    printf '%s\n' 'algorithm: {algorithm_type: TYPE}' 'model: {model_path: a/b, max_model_len: 64}' \
+        'buffer: {total_steps: 9, batch_size: 2}' 'trainer: {trainer_strategy: megatron}' >"$work/loss.yaml"
+    # prints_loss ALGORITHM: the file with it
+    prints_loss() {
+        sed "s/TYPE/$1/" "$work/loss.yaml" >"$work/t.yaml"
+        prints "$work/t.yaml" actor_train
+    }
+    prints_loss 'gspo, policy_loss_fn_args: {clip_range: 0.1}' && shows clip-ratio 0.1 &&
+        ! grep -e '--clip-ratio-[lh]' "$work/out" || return 1
+    prints_loss 'grpo, loss_agg_mode: seq-mean-token-mean, policy_loss_fn_args: {loss_agg_mode: token-mean}' &&
+        shows loss-agg-mode seq-mean-token-mean && prints_loss 'ppo, policy_loss_fn_args: {loss_agg_mode: a}' &&
+        ! grep '^  *loss-agg-mode' "$work/out" || return 1
+    for type in 'grpo, kl_loss_fn: none' dapo sppo; do
+        prints_loss "$type, kl_loss_fn_args: {kl_coef: 0.1}" && sets algorithm.algorithm_type kl-loss-coef 0 &&
+            unused algorithm.kl_loss_fn_args.kl_coef 'kl_loss_fn, which is none' || return 1
+    done
+    prints_loss 'dapo, kl_loss_fn: k1, kl_loss_fn_args: {kl_coef: 0.1}' && shows kl-loss-coef 0.1 &&
+        prints_loss 'sppo, entropy_loss_fn_args: {entropy_coef: 0.1}' &&
+        unused algorithm.entropy_loss_fn_args.entropy_coef 'entropy_loss_fn, which is none' &&
+        prints_loss 'dpo, kl_loss_fn: none' && sets algorithm.kl_loss_fn kl-loss-type k2 &&
+        shows kl-loss-coef 0.001 || return 1
+    # the learning rate falls to a hundredth, where Megatron's warm-up begins
+    prints_loss 'grpo, optimizer: {lr: 1e-3, lr_scheduler_type: cosine, lr_warmup_steps: 2, weight_decay: 0.3}' &&
+        shows weight-decay 0.3 && shows min-lr 1e-05 && shows lr-warmup-init 1e-05 &&
+        prints_loss 'sft, optimizer: {lr_scheduler_type: cosine, min_lr_ratio: 0.5}' && shows lr 1e-06 &&
+        shows min-lr 5e-07 && ! grep lr-warmup-init "$work/out" || return 1
+    for turns in '' ', enable_concatenated_multi_turn: false'; do
+        files="trainer_input: {experience_buffer: {path: a.b, format: {messages_key: m$turns}}}"
+        sed "s/TYPE/sft/; s/total_steps: 9/&, $files/" "$work/loss.yaml" >"$work/t.yaml"
+        prints "$work/t.yaml" actor_train && shows loss-on last || return 1
+    done
+    refuses_changes loss 's/TYPE/dpo, entropy_loss_fn_args: {entropy_coef: 0.1}=entropy_coef can only be 0 here' \
+        's/TYPE/sft, loss_agg_mode: seq-mean-token-mean=loss_agg_mode can only be token-mean here' \
+        's/TYPE/sft, kl_loss_fn: k2=kl_loss_fn can only be none here: samples of sft have no reference' \
+        's/TYPE/ppo, loss_agg_mode: seq-mean-token-sum, policy_loss_fn_args: {clip_ratio_c: 3}=is not that of'
+}
+
 # Options that others of the file leave without effect; with the divergence, two of them have one.
 idle_options_of_rl_are_unused() {
     lines='\n    clip_ratio: 0.2\n    clip_ratio_low: 0.1\n    clip_ratio_high: 0.3\n    kl_loss_type: kl'
@@ -1751,6 +1790,7 @@ check examples_of_verl_are_read examples_of_verl_are_read
 check on_policy_distillation_is_read on_policy_distillation_is_read
 check trinity_is_read trinity_is_read
 check trinity_without_the_keys_of_verl_is_read trinity_without_the_keys_of_verl_is_read
+check the_losses_of_trinity_are_its_own the_losses_of_trinity_are_its_own
 check idle_options_of_rl_are_unused idle_options_of_rl_are_unused
 check a_run_of_the_command_line_goes_on a_run_of_the_command_line_goes_on
 check a_ratio_alone_is_for_both_sides a_ratio_alone_is_for_both_sides

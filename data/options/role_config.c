@@ -36,6 +36,9 @@ enum {
     ROLL_PROMPT = 1024
 };
 
+static const double VERL_LR = 1e-6;          // of an actor, by default, also in Trinity-RFT
+static const double TRINITY_LR_SHARE = 0.01; // the least learning rate, by default
+
 typedef struct reader {
     mt_yaml *yaml;
     mt_role_config *config;
@@ -295,10 +298,12 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
     } else {
-        bool has_divergence = mt_choice_index("dapo|sppo", type) < 0 || mt_yaml_get(mapping, "kl_loss_fn");
+        char *kl = sibling_text(r, mapping, "kl_loss_fn");
+        bool has_divergence = kl ? strcmp(kl, "none") != 0 : mt_choice_index("dapo|sppo", type) < 0;
         if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
         if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
+        free(kl);
         if (advantage && entry->kind == MT_ENTRY_OPTION) {
             entry->kind = MT_ENTRY_FIXED;
             mt_string_set(&entry->text, "advantage_fn chooses the advantages");
@@ -361,6 +366,50 @@ static void derive_of_environments(reader *r, const mt_role_key *row, const mt_y
     free(value);
 }
 
+/* The losses of a file of Trinity-RFT: whether those of its algorithm_type have a divergence or an entropy, and one
+ * aggregation for all. */
+static void derive_loss(reader *r, const mt_role_key *row, double number, mt_role_entry *entry) {
+    const mt_yaml_node *algorithm = mt_yaml_get(r->yaml->root, "algorithm");
+    char *type = sibling_text(r, algorithm, "algorithm_type"), *kl = sibling_text(r, algorithm, "kl_loss_fn");
+    char *entropy = sibling_text(r, algorithm, "entropy_loss_fn");
+    const char *of = type ? type : "ppo", *value = entry->values.items[0];
+    bool is_sft = strcmp(of, "sft") == 0, is_dpo = strcmp(of, "dpo") == 0;
+    bool has_kl = is_dpo || (kl ? strcmp(kl, "none") != 0 : mt_choice_index("dapo|sppo|sft", of) < 0);
+    bool has_entropy = entropy ? strcmp(entropy, "none") != 0 : mt_choice_index("sppo|sft", of) < 0;
+    if (row->kind == MT_KEY_DIVERGENCE && is_sft && has_kl) {
+        set_kind(entry, MT_ENTRY_REFUSED, "can only be none here: samples of sft have no reference");
+    } else if (row->kind == MT_KEY_DIVERGENCE && !has_kl) {
+        set_kind(entry, MT_ENTRY_FIXED, "the loss has no divergence");
+    } else if (row->kind == MT_KEY_DIVERGENCE && strcmp(value, "none") == 0) {
+        mt_string_set(&entry->values.items[0], "k2");
+        entry->is_derived = true;
+    } else if (row->kind == MT_KEY_KL_COEF && !has_kl) {
+        set_kind(entry, MT_ENTRY_UNUSED, "kl_loss_fn, which is none");
+    } else if (row->kind == MT_KEY_ENTROPY_COEF && !has_entropy) {
+        set_kind(entry, MT_ENTRY_UNUSED, "entropy_loss_fn, which is none");
+    } else if (row->kind == MT_KEY_ENTROPY_COEF && (is_sft || is_dpo)) {
+        bool is_none = number == 0 && *value != 0;
+        set_kind(entry, is_none ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED,
+                 is_none ? "the loss has no entropy" : "can only be 0 here: losses of samples have no entropy");
+    } else if (row->kind == MT_KEY_AGGREGATION) {
+        const mt_yaml_node *args = mt_yaml_get(algorithm, "policy_loss_fn_args");
+        char *loss = sibling_text(r, algorithm, "policy_loss_fn");
+        bool has_args = args && args->kind == MT_YAML_SECTION && args->count > 0;
+        bool is_own = has_args && !mt_yaml_get(args, "loss_agg_mode") && strcmp(loss ? loss : of, "gspo") != 0;
+        if (strcmp(value, "token-mean") != 0 && (is_sft || is_dpo))
+            set_kind(entry, MT_ENTRY_REFUSED, "can only be token-mean here: losses of samples are means over tokens");
+        else if (is_sft || is_dpo)
+            set_kind(entry, MT_ENTRY_FIXED, "losses of samples are means over tokens");
+        else if (strcmp(value, "token-mean") != 0 && is_own)
+            set_kind(
+                entry, MT_ENTRY_REFUSED,
+                "is not that of the policy's loss, which is token-mean where policy_loss_fn_args has none; give it "
+                "there too");
+        free(loss);
+    }
+    free(type), free(kl), free(entropy);
+}
+
 /* ROLL's micro-batches by tokens: of responses, sequence packing makes them. */
 static void derive_dynamic(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, double number,
                            mt_role_entry *entry) {
@@ -415,7 +464,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     } else if (row->kind == MT_KEY_LOSS_COEF && numeric) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true) set_number(entry, 0);
     } else if (row->kind == MT_KEY_LR_SHARE) {
-        double lr = sibling_number(r, mapping, "lr", 0);
+        bool is_actor = strncmp(r->key, "algorithm.", 10) == 0 || strstr(r->key, "actor_rollout_ref.actor.");
+        double lr = sibling_number(r, mapping, "lr", is_actor ? VERL_LR : 0);
         set_number(entry, number * lr);
         if (!numeric || (number > 0 && lr <= 0))
             entry->kind = MT_ENTRY_REFUSED, mt_string_set(&entry->text, "is a share of lr: give both as numbers");
@@ -441,6 +491,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         mt_string_set(&entry->text, same ? row->text : reason);
     } else if (row->kind == MT_KEY_ALGORITHM) {
         derive_algorithm(r, mapping, entry);
+    } else if (row->kind >= MT_KEY_DIVERGENCE && row->kind <= MT_KEY_AGGREGATION) {
+        derive_loss(r, row, numeric ? number : NAN, entry);
     } else if (row->kind == MT_KEY_REWARD_NORM) {
         char *shift = sibling_text(r, mapping, "reward_shift");
         bool shifts = shift && mt_parse_bool(shift, &is_true) && is_true;
@@ -1071,10 +1123,24 @@ static double option_number(const reader *r, const char *option) {
     return entry ? strtod(entry->values.items[0], NULL) : 0;
 }
 
+/* True for Trinity-RFT's trainer_strategy of Megatron, whose warm-up begins at the least learning rate. */
+static bool uses_megatron(reader *r) {
+    char *strategy = path_text(r, "trainer.trainer_strategy");
+    bool is_megatron = strategy && strncmp(strategy, "megatron", 8) == 0;
+    free(strategy);
+    return is_megatron;
+}
+
 /* The number of an absent key that follows from others; 0: it has none. */
 static double derive_default(reader *r, const char *root, const char *rule) {
     bool is_roll = strcmp(root, "roll") == 0;
     double response = option_number(r, "max-new-tokens"), prompt = is_roll ? ROLL_PROMPT : VERL_LENGTH;
+    const mt_role_entry *style = find_option(r, "lr-decay-style");
+    bool is_constant = style && strcmp(style->values.items[0], "constant") == 0;
+    double least = path_number(r, "algorithm.optimizer.min_lr_ratio", TRINITY_LR_SHARE) * option_number(r, "lr");
+    bool warms_up = option_number(r, "lr-warmup-iters") > 0 || option_number(r, "lr-warmup-fraction") > 0;
+    if (strcmp(rule, "=min_lr_ratio x lr") == 0) return is_constant ? 0 : least;
+    if (strcmp(rule, "=the same with a warm-up") == 0) return warms_up && uses_megatron(r) ? least : 0;
     if (strcmp(rule, "=2 x lora-rank") == 0) return 2 * option_number(r, "lora-rank");
     if (strcmp(rule, "=256 x num-return-sequences") == 0) return 256 * option_number(r, "num-return-sequences");
     if (strcmp(rule, "=prompt + response") == 0) return response > 0 ? prompt + response : 0;

@@ -16,8 +16,7 @@
 #define LEARNER      "actor_train critic"
 #define KL_TYPES                                                                                                       \
     "kl=k1|mse=k2|low_var_kl=k3|full=!the KL of whole distributions is not computed: take k1, k2, k3 or abs"
-#define TRINITY_KL                                                                                                     \
-    "low_var_kl=k3|none=!set kl_coef of kl_loss_fn_args to 0|*=!take k1, k2, k3 or abs|k1=k1|k2=k2|k3=k3|abs=abs"
+#define TRINITY_KL "low_var_kl=k3|none=none|*=!take k1, k2, k3 or abs|k1=k1|k2=k2|k3=k3|abs=abs"
 #define LR_STYLES                                                                                                      \
     "constant_with_warmup=constant|inverse_sqrt=inverse-square-root|warmup_stable_decay=WSD|cosine_with_restarts=!"    \
     "the "                                                                                                             \
@@ -948,9 +947,9 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
     {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
     {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_UNUSED, "kl_penalty_fn, which is not supported"},
-    {"trinity.algorithm", "kl_loss_fn", MT_KEY_OPTION, "kl-loss-type", TRINITY_KL, LEARNER},
-    {"trinity.algorithm", "entropy_loss_fn", MT_KEY_FIXED, "0 of entropy_coef is none", "default"},
-    {"trinity.algorithm", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
+    {"trinity.algorithm", "kl_loss_fn", MT_KEY_DIVERGENCE, "kl-loss-type", TRINITY_KL, LEARNER},
+    {"trinity.algorithm", "entropy_loss_fn", MT_KEY_FIXED, "0 of entropy_coef is none", "default|none"},
+    {"trinity.algorithm", "loss_agg_mode", MT_KEY_AGGREGATION, "loss-agg-mode", NULL, LEARNER},
     {"trinity.algorithm", "enable_router_replay", MT_KEY_OPTION, "router-replay", "true=R3|false=disabled", LEARNER},
     {"trinity.algorithm", "bypass_old_logprobs", MT_KEY_UNUSED, GAPLESS},
     {"trinity.algorithm", "rollout_correction sample_strategy_args advantage_fn_args", MT_KEY_REFUSED,
@@ -958,10 +957,10 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "kl_loss_fn_args", MT_KEY_SECTION, "trinity.kl"},
     {"trinity.algorithm", "entropy_loss_fn_args", MT_KEY_SECTION, "trinity.entropy"},
     {"trinity.algorithm", "policy_loss_fn_args", MT_KEY_SECTION, "trinity.loss"},
-    {"trinity.kl", "kl_coef", MT_KEY_OPTION, "kl-loss-coef", NULL, LEARNER},
+    {"trinity.kl", "kl_coef", MT_KEY_KL_COEF, "kl-loss-coef", NULL, LEARNER},
     {"trinity.kl", "adaptive", MT_KEY_FIXED, "the weight of the divergence is constant", "false"},
     {"trinity.kl", "target_kl horizon", MT_KEY_UNUSED, "adaptive, which is not supported"},
-    {"trinity.entropy", "entropy_coef", MT_KEY_OPTION, "entropy-coeff", NULL, LEARNER},
+    {"trinity.entropy", "entropy_coef", MT_KEY_ENTROPY_COEF, "entropy-coeff", NULL, LEARNER},
     {"trinity.loss", "clip_range", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
     {"trinity.loss", "clip_range_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
@@ -970,7 +969,7 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "beta", MT_KEY_OPTION, "beta", NULL, LEARNER},
     {"trinity.loss", "label_smoothing", MT_KEY_OPTION, "label-smoothing", NULL, LEARNER},
     {"trinity.loss", "clip_ratio_c", MT_KEY_OPTION, "clip-ratio-c", NULL, LEARNER},
-    {"trinity.loss", "loss_agg_mode", MT_KEY_OPTION, "loss-agg-mode", NULL, LEARNER},
+    {"trinity.loss", "loss_agg_mode", MT_KEY_UNUSED, "loss_agg_mode of algorithm, which replaces it"},
     {"trinity.loss", "enable_sequence_masking fallback_to_policy_gradient", MT_KEY_FIXED, "all tokens have PPO's loss",
      "false"},
     {"trinity.loss", "enable_mask_clip", MT_KEY_FIXED, "--pg-variant cispo has no mask; ppo has it", "false"},
@@ -1015,6 +1014,7 @@ static const mt_role_key keys[] = {
     {"trinity.sample", "response_key", MT_KEY_OPTION, "response-key"},
     {"trinity.sample", "chosen_key", MT_KEY_OPTION, "chosen-key"},
     {"trinity.sample", "rejected_key", MT_KEY_OPTION, "rejected-key"},
+    {"trinity.sample", "enable_concatenated_multi_turn", MT_KEY_OPTION, "loss-on", "true=responses|false=last"},
     {"trinity.sample", "*", MT_KEY_SECTION, "trinity.format"},
     {"trinity.experience", "data_selector", MT_KEY_SECTION, "trinity.selector"},
     {"trinity.experience", "subset_name split", MT_KEY_UNUSED, "Hugging Face's datasets: a file is read whole"},
@@ -1192,19 +1192,22 @@ const mt_role_default mt_role_defaults[] = {
     {"trinity", "rl", "clip_ratio_c", "clip-ratio-c", "3"},
     {"trinity", "rl", "kl_loss_fn", "kl-loss-type", "k2"},
     {"trinity", "rl", "kl_loss_fn_args", "kl-loss-coef", "0.001"},
-    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "0.0003", "pg-variant=gspo"},
-    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo"},
+    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "0.0003", "pg-variant=gspo", "clip-ratio"},
+    {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.0004", "pg-variant=gspo", "clip-ratio"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio", "0.3", "pg-variant=sppo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=gspo"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=opmd"},
     {"trinity", "rl", "loss_agg_mode", "loss-agg-mode", "token-mean", "pg-variant=sppo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-low", "1", "pg-variant=cispo"},
     {"trinity", "rl", "policy_loss_fn_args", "clip-ratio-high", "0.28", "pg-variant=cispo"},
+    {"trinity", "sft", "enable_concatenated_multi_turn", "loss-on", "last"},
     {"trinity", "sft", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
     {"trinity", "dpo", "total_epochs", "train-epochs", "1", .unless = "train-iters"},
     {"trinity", "dpo", "kl_loss_fn", "kl-loss-type", "k2"}, // its loss always has one
     {"trinity", "dpo", "kl_loss_fn_args", "kl-loss-coef", "0.001"},
-    {"trinity", "rl", "lr", "lr", "1e-06"},
+    {"trinity", NULL, "lr", "lr", "1e-06"},
+    {"trinity", NULL, "min_lr_ratio", "min-lr", "=min_lr_ratio x lr"},
+    {"trinity", NULL, "min_lr_ratio", "lr-warmup-init", "=the same with a warm-up"},
     {"trinity", "rl", "shuffle", "shuffle-mini-batches", "false"},
     {"trinity", "rl", "reward", "reward", "exact"}, // in place of Trinity-RFT's Python classes
     {NULL},
@@ -1258,8 +1261,8 @@ const mt_role_key *mt_role_key_find(const char *section, const char *name, const
 }
 
 bool mt_role_section_is_megatron(const char *section) {
-    return is_listed("strategy_config training_args megatron transformer verl.optim verl.override_config", section,
-                     strlen(section));
+    return is_listed("strategy_config training_args megatron transformer verl.optim trinity.optim verl.override_config",
+                     section, strlen(section));
 }
 
 bool mt_role_key_nearest(char nearest[112], const char *section, const char *name) {

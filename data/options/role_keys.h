@@ -35,6 +35,11 @@ typedef enum mt_role_key_kind {
     MT_KEY_GROUP_LIMIT,  // fixed: a share of rewards that only groups with equal rewards of 0 or 1 pass
     MT_KEY_DEVICES,      // the devices of a role
     MT_KEY_ALGORITHM,    // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
+    MT_KEY_DIVERGENCE,   // Trinity-RFT's estimator in the loss: none is none, but in that of preferences
+    MT_KEY_KL_COEF,      // the weight of MT_KEY_DIVERGENCE, if there is one
+    MT_KEY_ENTROPY_COEF, // Trinity-RFT's weight of the entropy: refused in losses of files, unused where it has none
+    MT_KEY_AGGREGATION,  // Trinity-RFT's loss_agg_mode, which must be that of policy_loss_fn_args, and of files
+                         // token-mean
     MT_KEY_REWARD_NORM,  // ROLL's reward_norm: --norm-mean-type, and --norm-std-type unless reward_shift is true
     MT_KEY_TRAJECTORIES, // responses of environments, by their groups; else prompts
     MT_KEY_ESTIMATOR,    // ROLL's adv_estimator: with environments, rewards are compared by reward_normalization alone
