@@ -71,6 +71,12 @@ an_old_openblas_is_reported_and_not_used() {
 # user stays.
 idle_threads_sleep_soon() {
     [ -r /proc/self/environ ] && "$train" --version >/dev/null || return 1
+    OMP_NUM_THREADS=2 "$train" --num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 257 --seq-length 8 \
+        --mock-data --train-iters 1 --lr 1e-3 --device cpu >"$work/out" 2>"$work/err" </dev/null || return 1
+    if says '1 rank with 1 thread' "$work/out" >/dev/null; then
+        echo "built without OpenMP: no threads"
+        return 0
+    fi
     cat >"$work/reward" <<'END'
 #!/bin/sh
 env | grep -E '^(GOMP_SPINCOUNT|KMP_BLOCKTIME|OMP_WAIT_POLICY)=' >"$0.env"
