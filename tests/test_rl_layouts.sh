@@ -114,8 +114,8 @@ modules_of_multi_token_prediction_train() {
     "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel $model $common --mtp-num-layers 1 \
         --variable-seq-lengths --micro-batch-size 64 --train-iters 250 --lr 5e-3 --save "$work/mtp" --log-interval 50 \
         >"$work/out" 2>"$work/err" || return 1
-    set -- --load "$work/mtp" --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
-        --global-batch-size 8 --adam-eps 1e-4 --entropy-coeff 0.01
+    set -- --load "$work/mtp" --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 \
+        --ppo-epochs 2 --global-batch-size 8 --adam-eps 1e-4 --entropy-coeff 0.01
     learn 1 "$work/one" "$@" && series mtp_1_loss "$work/one" | awk '$1 > 0 { n++ } END { exit n != 3 }' &&
         learn 1 "$work/none" "$@" --mtp-num-layers 0 && learn 1 "$work/tiny" "$@" --mtp-loss-scaling-factor 1e-9 ||
         return 1
@@ -132,8 +132,8 @@ modules_of_multi_token_prediction_train() {
 2 --pipeline-model-parallel-size 2
 2 --context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params
 EOF
-    refused 'the loss of its modules is a mean over tokens' "$train" --stage rl --load "$work/mtp" --finetune --lr 1e-3 \
-        --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 1 --loss-agg-mode \
+    refused 'the loss of its modules is a mean over tokens' "$train" --stage rl --load "$work/mtp" --finetune \
+        --lr 1e-3 --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 1 --loss-agg-mode \
         seq-mean-token-sum --chat-template plain
 }
 
