@@ -196,13 +196,14 @@ static void score(mt_inference *r) {
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count, (double)tokens / (mt_time() - start));
 }
 
-/* The tokenizer of --load, for another folder. */
+/* The tokenizer of --load or --load-adapter, for another folder. */
 static void keep_tokenizer(mt_inference *r) {
     mt_error error;
     int status = 0;
-    if (r->is_first && mt_folder_has_tokenizer(r->folder))
-        status = mt_tokenizer_keep_folder(&r->tokenizer, r->folder, &error);
-    else if (r->is_first && mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error) != 0) // ByteLevel, or none
+    if (r->is_first && mt_folder_has_tokenizer(r->tokenizer_folder))
+        status = mt_tokenizer_keep_folder(&r->tokenizer, r->tokenizer_folder, &error);
+    else if (r->is_first &&
+             mt_tokenizer_open_folder(&r->tokenizer, r->tokenizer_folder, &error) != 0) // ByteLevel, or none
         r->tokenizer = NULL;
     mt_inference_check(r, status, &error);
 }
@@ -216,7 +217,7 @@ static void convert(mt_inference *r) {
     if (r->is_first) printf("wrote the weights to %s\n", r->options.convert);
 }
 
-/* --merge-adapter. The tokenizer is that of the base. */
+/* --merge-adapter. */
 static void merge(mt_inference *r) {
     mt_error error;
     mt_model_plan plan = mt_generator_plan(1, 1, 1);

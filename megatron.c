@@ -57,6 +57,7 @@
  *   §19a its kernels
  *   §19b the mixer
  *   §20  encoder and decoder
+ *   §21  vision
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // clock_gettime, madvise
@@ -311,6 +312,7 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
         .embedding_multiplier = 1,
         .attention_value_scale = 1,
         .init_method_std = 0.02,
+        .vision = {.patch_size = 16, .temporal_patch_size = 2, .spatial_merge_size = 2},
         .relative_attention_num_buckets = 32,
         .relative_attention_max_distance = 128,
         .hidden_dropout = 0.1,
@@ -558,6 +560,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_plain && o->moe_router_quantile_bias,
          "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
          "take --device cpu"},
+        {l->no_plain && o->vision.tower != MT_VISION_NONE,
+         "a model with a vision tower runs on the CPU only so far; take --device cpu, or load the decoder by "
+         "--language-model-only"},
         {l->no_plain && o->window_num_query_groups > 0,
          "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
@@ -1870,6 +1875,57 @@ static void mt_cpu_fp8_product(const mt_fp8_product_args *p, mt_stream *stream) 
         if (count > 0) mt_fp8_multiply(p, &b, out, 0, p->M, k, count);
         k += mt_divide_up(count, MT_FP8_EXPERT_ROWS) * MT_FP8_EXPERT_ROWS;
     }
+}
+
+static void mt_cpu_dequantize(const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    uint8_t *codes = (uint8_t *)(uintptr_t)a->codes;
+    float *inverse_scales = (float *)(uintptr_t)a->inverse_scales;
+    mt_fp8_matrix x = {codes, inverse_scales, a->C, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    enum { ROWS = 128 };
+    if (dtype == MT_F32) {
+        mt_fp8_load(a->out, &x, a->R, 0, a->R, 0, a->C);
+        return;
+    }
+    float *rows = mt_scratch_grow(ROWS * a->C);
+    for (int64_t first = 0, count; first < a->R; first += count) {
+        count = mt_min(ROWS, a->R - first);
+        mt_fp8_load(rows, &x, a->R, first, count, 0, a->C);
+        mt_row_store(a->out, first * a->C, rows, count * a->C, dtype);
+    }
+}
+
+/* True if values of a block times the scale are codes, to a few units in the last place of fp32. */
+static bool mt_fp8_block_is_exact(const float *x, int64_t rows, int64_t columns, int64_t stride, float scale) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            float value = x[r * stride + c], code = mt_f8_to_f32(mt_f8_encode(value * scale, true), MT_F8_E4M3);
+            if (!(fabsf(code / scale - value) <= 0x1p-20f * fabsf(value))) return false;
+        }
+    return true;
+}
+
+/* codes[R, C] and scales of a frozen weight, on the host, as those of MT_FP8_BLOCK_128. Scales are powers of two,
+ * unless the block's values are codes times another number, as in folders in fp8: then it is kept. */
+static void mt_fp8_base_quantize(uint8_t *codes, float *inverse_scales, const float *x, int64_t R, int64_t C) {
+#pragma omp parallel for if (R * C > MT_PARALLEL)
+    for (int64_t r0 = 0; r0 < R; r0 += 128)
+        for (int64_t c0 = 0; c0 < C; c0 += 128) {
+            int64_t rows = mt_min(R - r0, 128), columns = mt_min(C - c0, 128);
+            const float *block = x + r0 * C + c0;
+            float amax = 0;
+            for (int64_t r = 0; r < rows; r++) amax = mt_amax_merge(amax, mt_amax(block + r * C, columns));
+            float scale = mt_fp8_scale(amax, MT_F8_E4M3, true), own = mt_fp8_scale(amax, MT_F8_E4M3, false);
+            if (own != scale && !mt_fp8_block_is_exact(block, rows, columns, C, scale) &&
+                mt_fp8_block_is_exact(block, rows, columns, C, own))
+                scale = own;
+            inverse_scales[mt_fp8_scale_index(R, C, MT_FP8_BLOCK_128, r0, c0)] = 1.0f / scale;
+            for (int64_t r = 0; r < rows; r++) {
+                uint8_t *to = codes + (r0 + r) * C + c0;
+                const float *from = block + r * C;
+#pragma omp simd
+                for (int64_t c = 0; c < columns; c++) to[c] = mt_f8_encode(from[c] * scale, true);
+            }
+        }
 }
 
 static void mt_cpu_fp8_scale_step(const mt_fp8_scale_args *a, mt_stream *stream) {
@@ -5269,6 +5325,7 @@ typedef struct mt_product {
     const mt_tensor_parallel *tp;
     const mt_linear *l;
     mt_linear_io io;             // of these rows
+    const void *w;               // the linear's weight; with codes in fp8 its values, or NULL if the codes are read
     int64_t T, first_row;        // rows, and the index of the first of them in the micro-batch
     bool omits_bias;             // forward: y is a partial sum; another rank adds the bias
     void *gelu;                  // forward: gelu(y), or NULL
@@ -5329,7 +5386,7 @@ static mt_fp8_matrix mt_fp8_weight(const mt_product *p, bool transposed) {
     const mt_linear *l = p->l;
     mt_fp8_linear *f = l->fp8;
     mt_fp8_matrix *w = transposed ? &f->w_transposed : &f->w;
-    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, l->weight.w, l->N, NULL);
+    mt_quantize_args a = mt_fp8_args(p->pass.training, l, MT_FP8_W, p->w, l->N, NULL);
     a.count = mt_max(l->num_experts, 1);
     if (f->recipe->keeps_weights ? f->version == f->recipe->version : w->data != NULL) return *w;
     f->version = f->recipe->version;
@@ -5525,7 +5582,7 @@ static mt_grouped_args mt_product_groups(const mt_product *p) {
                              .y = p->io.y,
                              .dy = p->io.dy,
                              .dx = p->io.dx,
-                             .w = p->l->weight.w,
+                             .w = p->w,
                              .dw = p->l->weight.dw};
 }
 
@@ -5544,7 +5601,7 @@ static void mt_multiply_forward(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_forward(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = l->weight.w, .bias = bias, .y = io->y};
+        mt_linear_args a = {p->T, l->N, l->K, .x = io->x, .w = p->w, .bias = bias, .y = io->y};
         if (p->gelu) {
             a.pre = io->y, a.y = p->gelu;
             ops->linear_gelu_forward(&a, dtype, stream);
@@ -5570,7 +5627,7 @@ static void mt_multiply_backward_input(const mt_product *p) {
         mt_grouped_args a = mt_product_groups(p);
         ops->grouped_linear_backward_input(&a, dtype, stream);
     } else {
-        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = l->weight.w, .dy = io->dy, .dx = io->dx};
+        mt_linear_args a = {p->T, l->N, l->K, .x = p->gelu_of, .w = p->w, .dy = io->dy, .dx = io->dx};
         (p->gelu_of ? ops->linear_backward_gelu : ops->linear_backward_input)(&a, dtype, stream);
     }
 }
@@ -5735,17 +5792,27 @@ static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const m
                         .tp = pass.tp,
                         .l = l,
                         .io = *io,
+                        .w = l->weight.w,
                         .T = l->kind == MT_LINEAR_GROUPED ? io->groups->num_rows : pass.tp->rows,
                         .omits_bias = l->omits_bias};
 }
 
-static void mt_use_forward(const mt_product *p) {
+/* --lora-base-dtype fp8: computes the values of the weight, unless products read its codes. */
+static void mt_base_open(mt_product *p) {
+    const mt_fp8_base *base = p->l->base;
+    if (!base || (p->l->fp8 && p->l->fp8->gathered)) return;
+    for (int64_t i = 0; i < base->num_parts; i++) p->tp->ops->dequantize(&base->parts[i], p->tp->dtype, p->tp->stream);
+    p->w = base->parts[0].out;
+}
+
+static void mt_use_forward(mt_product *p) {
     const mt_tensor_parallel *tp = p->tp;
     const mt_linear *l = p->l;
     mt_fp8_begin(&p->pass, l, &p->io);
+    mt_base_open(p);
     if (l->kind == MT_LINEAR_ROUTER)
         tp->ops->router_logits(
-            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = l->weight.w, .bias = l->bias.w, .y = p->io.y},
+            &(mt_linear_args){tp->rows, l->N, l->K, .x = p->io.x, .w = p->w, .bias = l->bias.w, .y = p->io.y},
             tp->dtype, tp->stream);
     else if (l->kind == MT_LINEAR_COLUMN)
         mt_column_forward(p);
@@ -5760,15 +5827,15 @@ static bool mt_linear_trains(const mt_linear *l) {
     return l->weight.dw || mt_linear_adapts(l);
 }
 
-static void mt_use_backward(const mt_product *use, int halves) {
-    mt_product p = *use;
+static void mt_use_backward(mt_product p, int halves) {
     if (!mt_linear_trains(p.l)) halves &= MT_BACKWARD_INPUT;
     if (halves == 0) return;
     mt_fp8_begin(&p.pass, p.l, &p.io);
+    if (halves & MT_BACKWARD_INPUT) mt_base_open(&p);
     if (p.l->kind == MT_LINEAR_COLUMN) {
-        mt_column_backward(use, halves);
+        mt_column_backward(&p, halves);
     } else if (p.l->kind == MT_LINEAR_ROW) {
-        mt_row_backward(use, halves);
+        mt_row_backward(&p, halves);
     } else {
         mt_fp8_before_backward(&p, halves);
         if (halves & MT_BACKWARD_INPUT) mt_product_backward_input(p);
@@ -5789,14 +5856,14 @@ void mt_linear_gelu_forward(mt_linear_pass pass, const mt_linear *l, const mt_li
 
 void mt_linear_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, int halves) {
     mt_product use = mt_linear_use(pass, l, io);
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_gelu_backward(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io, const void *gelu_of,
                              int halves) {
     mt_product use = mt_linear_use(pass, l, io);
     use.gelu_of = gelu_of;
-    mt_use_backward(&use, halves);
+    mt_use_backward(use, halves);
 }
 
 void mt_linear_backward_input(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
@@ -6396,6 +6463,26 @@ typedef struct mt_layer {
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
 
+/* Parameters of a vision tower (§21). P patches have Cv channels; M = spatial_merge_size^2 of them become one token. */
+typedef struct mt_vision_layer {
+    int64_t bucket;
+    mt_norm norm1, norm2;
+    mt_linear qkv, o;   // Cv -> 3 Cv; Cv -> Cv
+    mt_linear fc1, fc2; // Cv -> F, or 2F, gate then up; F -> Cv
+} mt_vision_layer;
+
+typedef struct mt_merger {
+    int64_t bucket;
+    mt_norm norm;       // of a patch; of deepstack: of M patches together
+    mt_linear fc1, fc2; // M Cv -> M Cv; M Cv -> C
+} mt_merger;
+
+typedef struct mt_vision_input {
+    int64_t bucket;
+    mt_linear patch;     // numbers of a patch -> Cv
+    mt_weight positions; // [positions, Cv]
+} mt_vision_input;
+
 /* Parameters outside the layers. With tied embeddings, the head is word_embedding. */
 typedef struct mt_outer {
     mt_weight word_embedding, position_embedding;
@@ -6541,6 +6628,30 @@ static int64_t mt_expert_channels(const mt_options *o) {
     return o->moe_latent_size > 0 ? o->moe_latent_size : o->hidden_size;
 }
 
+/* Patches that become one token. */
+static int64_t mt_patches_of_token(const mt_options *o) {
+    return o->vision.spatial_merge_size * o->vision.spatial_merge_size;
+}
+
+int64_t mt_patch_values(const mt_options *o) {
+    const mt_vision_options *v = &o->vision;
+    if (v->tower == MT_VISION_NONE) return 0;
+    return MT_IMAGE_CHANNELS * v->temporal_patch_size * v->patch_size * v->patch_size;
+}
+
+int64_t mt_max_patches(const mt_options *o, int64_t tokens) {
+    int64_t most = tokens * mt_patches_of_token(o);
+    if (o->vision.tower == MT_VISION_NONE) return 0;
+    return o->vision.max_patches > 0 ? mt_min(o->vision.max_patches, most) : most;
+}
+
+/* Mergers of deepstack: layers whose outputs it takes. */
+static int64_t mt_num_deepstack(const mt_options *o) {
+    int64_t count = 0;
+    for (uint64_t layers = o->vision.deepstack_layers; layers; layers &= layers - 1) count++;
+    return o->vision.tower == MT_VISION_QWEN3 ? count : 0;
+}
+
 /* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
 #define MT_DIMENSIONS(X)                                                                                               \
     X(ONE, 1, NULL)                                                                                                    \
@@ -6576,7 +6687,13 @@ static int64_t mt_expert_channels(const mt_options *o) {
     X(TAPS, o->linear_conv_kernel_dim, "--linear-conv-kernel-dim")                                                     \
     X(MAMBA_HEADS, o->mamba_num_heads, "--mamba-num-heads")                                                            \
     X(MAMBA_INNER, o->mamba_num_heads * o->mamba_head_dim, "--mamba-num-heads and --mamba-head-dim")                   \
-    X(MAMBA_STATES, o->mamba_num_groups * o->mamba_state_dim, "--mamba-num-groups and --mamba-state-dim")
+    X(MAMBA_STATES, o->mamba_num_groups * o->mamba_state_dim, "--mamba-num-groups and --mamba-state-dim")              \
+    X(VISION_C, o->vision.hidden_size, "--vision-hidden-size")                                                         \
+    X(VISION_3C, 3 * o->vision.hidden_size, "--vision-hidden-size")                                                    \
+    X(VISION_F, o->vision.ffn_hidden_size, "--vision-ffn-hidden-size")                                                 \
+    X(VISION_PATCH, mt_patch_values(o), "--vision-patch-size and --vision-temporal-patch-size")                        \
+    X(VISION_POSITIONS, o->vision.num_positions, "--vision-num-positions")                                             \
+    X(MERGED_C, mt_patches_of_token(o) * o->vision.hidden_size, "--vision-hidden-size and --vision-spatial-merge-size")
 
 #define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
 #define MT_DIMENSION_SIZE(name, size, option)   size,
@@ -6636,7 +6753,9 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
     X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
     X(GATED, mt_options_gated(o), "--swiglu")                                                                          \
-    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")                                                                 \
+    X(VISION_2_5, o->vision.tower == MT_VISION_QWEN2_5, "--vision-tower")                                              \
+    X(VISION_3, o->vision.tower == MT_VISION_QWEN3, "--vision-tower")
 
 #define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
 #define MT_CONDITION_BIT(name, test, option)    | (uint64_t)(test) << MT_CONDITION_##name
@@ -6715,7 +6834,8 @@ typedef enum mt_param_kind {
     MT_CHANNEL_NORM, // a number of each channel of the heads, likewise
     MT_SKIPS,        // a number of each head
     MT_TIME_STEPS,   // likewise
-    MT_BIAS_TABLE    // a number of each bucket and query head
+    MT_BIAS_TABLE,   // a number of each bucket and query head
+    MT_VISION_GAIN   // of a norm of a vision tower, never 1 + weight
 } mt_param_kind;
 
 static const struct {
@@ -6751,6 +6871,7 @@ static const struct {
     [MT_SKIPS] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_TIME_STEPS] = {MT_CUT_ROWS, MT_INIT_TIME_STEP, MT_GRADIENT_WHOLE, 0},
     [MT_BIAS_TABLE] = {MT_CUT_COLS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
+    [MT_VISION_GAIN] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
 };
 
 typedef struct mt_role_row {
@@ -6759,14 +6880,16 @@ typedef struct mt_role_row {
     mt_param_kind kind;
     mt_dimension rows, cols; // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
     const char *field_name;
-    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers, or in
+                                     // mt_vision_input, mt_vision_layer or mt_merger
     uint64_t when, unless;           // conditions: all of `when` and none of `unless`
     bool fused;                      // continues the row above, if that exists, and is found by that one's field
     const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number, without which a tensor holds
-                                     // all experts of a layer; NULL: as Llama
+                                     // all experts of a layer, or that of the part of a tower; NULL: as Llama
 } mt_role_row;
 
-/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: outside the layers. */
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: outside the layers;
+ * MT_TOWER: of a vision tower, in the struct `owner`. */
 #define MT_HAS(name) ((uint64_t)1 << MT_CONDITION_##name)
 #define MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, when, unless, fused, ...)                              \
     {                                                                                                                  \
@@ -6781,6 +6904,9 @@ typedef struct mt_role_row {
     MT_ANY_ROLE(mt_layer, role, unit, kind, rows, cols, field, when, unless, true, __VA_ARGS__)
 #define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
     MT_ANY_ROLE(mt_outer, role, unit, kind, rows, cols, field, when, unless, false, __VA_ARGS__)
+
+#define MT_TOWER(owner, role, unit, kind, rows, cols, field, when, ...)                                                \
+    MT_ANY_ROLE(owner, role, unit, kind, rows, cols, field, MT_HAS(when), 0, false, __VA_ARGS__)
 
 static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(WORD_EMBEDDING, WORDS, EMBEDDING, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
@@ -7067,6 +7193,97 @@ static const mt_role_row mt_role_rows[] = {
                [MT_NAMES_T5] = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
     MT_OUTSIDE(ENCODER_NORM, ENCODER_OUTPUT, NORM, C, ONE, encoder_norm.weight, MT_HAS(ENCODER), 0,
                "encoder.norm.weight", [MT_NAMES_T5] = "encoder.final_layer_norm.weight"),
+    /* the vision tower of Qwen3-VL */
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_3,
+             "model.visual.patch_embed.proj.weight"),
+    MT_TOWER(mt_vision_input, VISION_POSITIONS, VISION_INPUT, REPLICATED, VISION_POSITIONS, VISION_C, positions,
+             VISION_3, "model.visual.pos_embed.weight"),
+    MT_TOWER(mt_vision_input, VISION_PATCH_BIAS, VISION_INPUT, NORM_BIAS, VISION_C, ONE, patch.bias, VISION_3,
+             "model.visual.patch_embed.proj.bias"),
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_3,
+             "model.visual.blocks.#.attn.qkv.weight"),
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_3,
+             "model.visual.blocks.#.attn.proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_3,
+             "model.visual.blocks.#.mlp.linear_fc1.weight"),
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_3,
+             "model.visual.blocks.#.mlp.linear_fc2.weight"),
+    MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_3,
+             "model.visual.blocks.#.norm1.weight"),
+    MT_TOWER(mt_vision_layer, VISION_NORM1_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm1.bias, VISION_3,
+             "model.visual.blocks.#.norm1.bias"),
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_3,
+             "model.visual.blocks.#.attn.qkv.bias"),
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_3,
+             "model.visual.blocks.#.attn.proj.bias"),
+    MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_3,
+             "model.visual.blocks.#.norm2.weight"),
+    MT_TOWER(mt_vision_layer, VISION_NORM2_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm2.bias, VISION_3,
+             "model.visual.blocks.#.norm2.bias"),
+    MT_TOWER(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_3,
+             "model.visual.blocks.#.mlp.linear_fc1.bias"),
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_3,
+             "model.visual.blocks.#.mlp.linear_fc2.bias"),
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+             "model.visual.merger.linear_fc1.weight"),
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+             "model.visual.merger.linear_fc2.weight"),
+    MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_3,
+             "model.visual.merger.norm.weight"),
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, MERGER, NORM_BIAS, VISION_C, ONE, norm.bias, VISION_3,
+             "model.visual.merger.norm.bias"),
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+             "model.visual.merger.linear_fc1.bias"),
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+             "model.visual.merger.linear_fc2.bias"),
+    MT_TOWER(mt_merger, MERGER_FC1, DEEPSTACK, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+             "model.visual.deepstack_merger_list.#.linear_fc1.weight"),
+    MT_TOWER(mt_merger, MERGER_FC2, DEEPSTACK, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+             "model.visual.deepstack_merger_list.#.linear_fc2.weight"),
+    MT_TOWER(mt_merger, MERGER_NORM, DEEPSTACK, VISION_GAIN, MERGED_C, ONE, norm.weight, VISION_3,
+             "model.visual.deepstack_merger_list.#.norm.weight"),
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, norm.bias, VISION_3,
+             "model.visual.deepstack_merger_list.#.norm.bias"),
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+             "model.visual.deepstack_merger_list.#.linear_fc1.bias"),
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, DEEPSTACK, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+             "model.visual.deepstack_merger_list.#.linear_fc2.bias"),
+    /* that of Qwen2.5-VL */
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_2_5,
+             "visual.patch_embed.proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_2_5,
+             "visual.blocks.#.attn.qkv.weight"),
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_2_5,
+             "visual.blocks.#.attn.proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_GATE, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_2_5,
+             "visual.blocks.#.mlp.gate_proj.weight"),
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight,
+                MT_HAS(VISION_2_5), 0, true, "visual.blocks.#.mlp.up_proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_2_5,
+             "visual.blocks.#.mlp.down_proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_2_5,
+             "visual.blocks.#.norm1.weight"),
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_2_5,
+             "visual.blocks.#.attn.qkv.bias"),
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_2_5,
+             "visual.blocks.#.attn.proj.bias"),
+    MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_2_5,
+             "visual.blocks.#.norm2.weight"),
+    MT_TOWER(mt_vision_layer, VISION_GATE_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_2_5,
+             "visual.blocks.#.mlp.gate_proj.bias"),
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, MT_HAS(VISION_2_5),
+                0, true, "visual.blocks.#.mlp.up_proj.bias"),
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_2_5,
+             "visual.blocks.#.mlp.down_proj.bias"),
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_2_5,
+             "visual.merger.mlp.0.weight"),
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_2_5,
+             "visual.merger.mlp.2.weight"),
+    MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_2_5,
+             "visual.merger.ln_q.weight"),
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_2_5,
+             "visual.merger.mlp.0.bias"),
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_2_5, "visual.merger.mlp.2.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
@@ -7083,9 +7300,11 @@ enum { MT_NUM_ROLE_ROWS = sizeof mt_role_rows / sizeof *mt_role_rows };
 typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
+    int64_t vision_part; // of rows of a vision tower
     const mt_options *options;
     const mt_hf_family_row *family;
     mt_partition partition;
+    bool has_relative[2]; // as mt_outer.relative: its rows are there
 } mt_param_table;
 
 static const char *mt_role_row_name(const mt_role_row *row, int names) {
@@ -7098,6 +7317,7 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
         const char *copy = row->names[MT_NAMES_REPEATED];
         if (!copy || strcmp(name, is_copy ? copy : mt_role_row_name(row, names)) != 0) continue;
         bool exists = (row->when & ~mt_layer_conditions(options, -1)) == 0;
+        if (!exists && options->vision.tower == MT_VISION_QWEN3) return "model.language_model.embed_tokens.weight";
         return mt_role_row_name(exists ? row : mt_role_rows, names);
     }
     return NULL;
@@ -7154,6 +7374,15 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     else if (param->layer >= 0)
         snprintf(layer, sizeof layer, "%s%lld.", table->family->layers, (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    bool of_deepstack = row->unit == MT_UNIT_DEEPSTACK; // whose mergers are numbered from 1 here
+    if (number && param->vision_part >= 0)
+        snprintf(expert, sizeof expert, "%lld", (long long)(param->vision_part - of_deepstack));
+    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
+    const char *of_model = *layer ? layer : name;
+    if (beside && strncmp(of_model, "model.", 6) == 0) {
+        snprintf(param->hf_name, sizeof param->hf_name, "model.language_model.%s%s", of_model + 6, *layer ? name : "");
+        return;
+    }
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
@@ -7250,11 +7479,25 @@ static int64_t mt_layers_of_half(const mt_options *o, int64_t layer) {
     return layer < o->encoder_num_layers ? o->encoder_num_layers : o->decoder_num_layers;
 }
 
+/* True for units of a vision tower, and of its mergers. */
+static bool mt_unit_is_of_tower(mt_unit unit) {
+    return unit >= MT_UNIT_VISION_INPUT && unit <= MT_UNIT_DEEPSTACK;
+}
+static bool mt_unit_is_merger(mt_unit unit) {
+    return unit == MT_UNIT_MERGER || unit == MT_UNIT_DEEPSTACK;
+}
+
+/* True if --freeze-vision or --freeze-projector keeps a unit as it is. */
+static bool mt_unit_is_frozen(const mt_options *o, mt_unit unit) {
+    return mt_unit_is_of_tower(unit) && (mt_unit_is_merger(unit) ? o->vision.freeze_projector : o->vision.freeze);
+}
+
 /* Appends a row. `continues`: it follows the one before without a gap. */
 static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
     mt_param *param = &table->rows[table->count++];
     *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->vision_part = mt_unit_is_of_tower(row->unit) ? table->vision_part : -1;
     param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
@@ -7262,10 +7505,15 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->trained = row->unit != MT_UNIT_UNTRAINED, param->init = mt_param_kinds[row->kind].init;
     param->is_linear = !param->is_vector && param->trained && row->unit != MT_UNIT_WORDS &&
                        row->unit != MT_UNIT_POSITIONS && row->kind != MT_TAPS && row->kind != MT_KEY_TAPS &&
-                       row->kind != MT_BIAS_TABLE;
+                       row->kind != MT_BIAS_TABLE && row->role != MT_VISION_POSITIONS;
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
     param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(KDA);
+    if (row->role == MT_VISION_PATCH) {
+        int64_t sizes[] = {MT_IMAGE_CHANNELS, o->vision.temporal_patch_size, o->vision.patch_size,
+                           o->vision.patch_size};
+        memcpy(param->hf_cols, sizes, sizeof sizes);
+    }
     if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std =
         o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)mt_layers_of_half(o, layer)) : 1);
@@ -7336,16 +7584,44 @@ static int64_t mt_stage_own_layers(const mt_options *o, const mt_stage *stage) {
     return stage->num_layers + mt_min(stage->num_mtp, mt_num_mtp_modules(o));
 }
 
+/* The biases by distance that the layers of an encoder, or of its decoder, share. Every rank of a pipeline has both
+ * tables, which are small, so that all of them sum the gradients; the rank where the half begins counts its table. */
+static void mt_params_add_relative(mt_param_table *table, bool of_encoder, bool begins) {
+    int64_t first = table->count;
+    if (table->has_relative[of_encoder]) return;
+    table->has_relative[of_encoder] = true;
+    mt_params_add_bucket(table, of_encoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+    for (int64_t i = first; i < table->count; i++) table->rows[i].counted &= begins;
+}
+
+/* The buckets of a vision tower whose parameters are frozen, or else the others, in the order of its forward. */
+static void mt_params_add_tower(mt_param_table *table, bool frozen) {
+    const mt_options *o = table->options;
+    if (o->vision.tower == MT_VISION_NONE) return;
+    table->vision_part = 0;
+    if (mt_unit_is_frozen(o, MT_UNIT_VISION_INPUT) == frozen) {
+        mt_params_add_bucket(table, MT_UNIT_VISION_INPUT, -1);
+        for (; table->vision_part < o->vision.num_layers; table->vision_part++)
+            mt_params_add_bucket(table, MT_UNIT_VISION_LAYER, -1);
+    }
+    if (mt_unit_is_frozen(o, MT_UNIT_MERGER) == frozen) {
+        for (table->vision_part = 1; table->vision_part <= mt_num_deepstack(o); table->vision_part++)
+            mt_params_add_bucket(table, MT_UNIT_DEEPSTACK, -1);
+        table->vision_part = 0;
+        mt_params_add_bucket(table, MT_UNIT_MERGER, -1);
+    }
+}
+
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
     if (stage->embedding) {
+        mt_params_add_tower(table, false);
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
     for (int64_t i = 0; i < mt_stage_own_layers(table->options, stage); i++) {
         int64_t layer = stage->first_layer + i, decoder = table->options->encoder_num_layers; // the first of it
-        if (i == 0 || layer == decoder)
-            mt_params_add_bucket(table, layer < decoder ? MT_UNIT_ENCODER_RELATIVE : MT_UNIT_DECODER_RELATIVE, -1);
+        mt_params_add_relative(table, layer < decoder, layer == 0 || layer == decoder);
         mt_params_add_bucket(table, MT_UNIT_LAYER, layer);
         mt_params_add_bucket(table, MT_UNIT_EXPERTS, layer);
         if (layer + 1 == decoder) mt_params_add_bucket(table, MT_UNIT_ENCODER_OUTPUT, -1);
@@ -7412,7 +7688,7 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
 }
 
 bool mt_role_has_adapters(const mt_options *o, mt_role role) {
-    return o->lora_roles[role / 64] >> role % 64 & 1;
+    return role < 128 && o->lora_roles[role / 64] >> role % 64 & 1; // later roles are of no matrix with adapters
 }
 
 /* Appends the adapters of rows[count], the matrices of one linear. Matrices of one tensor share A (GPT-2's q, k, v). */
@@ -7461,13 +7737,18 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
     for (int64_t i = 0; i < at->num_stages; i++) layers += mt_stage_own_layers(options, &at->stages[i]);
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
+    int64_t tower = options->vision.num_layers + MT_MAX_VISION_LAYERS;
+    int64_t rows = (layers + tower + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
         has_embedding |= at->stages[i].embedding;
         mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
+    mt_params_add_relative(&table, true, false);
+    mt_params_add_relative(&table, false, false);
+    if (has_embedding) mt_params_add_tower(&table, true); // trained buckets come first
+    for (int64_t i = 0; i < table.count; i++) table.rows[i].trained &= !mt_unit_is_frozen(options, table.rows[i].unit);
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
         for (int64_t k = 0; k < mt_stage_own_layers(options, &at->stages[i]); k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
@@ -7512,10 +7793,11 @@ typedef struct mt_pass {
     int64_t unpadded;            // its tokens on them, without padding; not when decoding
     int64_t T;                   // tokens
     int64_t rows, first_row;     // this rank's rows of hidden states: [first_row, first_row + rows) of the T tokens
-    int64_t message_rows;        // of a message between pipeline stages
+    int64_t message_rows;        // of each tensor of a message between pipeline stages; 0: as many as it has
     bool training;               // dropout is on, and the forward adds to the step's statistics
     bool replay;                 // a recomputed forward: it writes activations only
     bool decode;                 // attention reads the KV cache
+    bool encode;                 // the encoder's half alone: see mt_model_encode
     const int64_t *adapter_rows; // mt_batch.adapter_rows
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
@@ -7554,6 +7836,7 @@ typedef struct mt_layer_scratch {
     float *group_means;              // [T], with a group of Mamba-2 on several ranks
     float *row_dot;                  // [T, H]
     void *dgate;                     // [T, H Dv] gradient of the output gate
+    void *dencoder;                  // [R, C] gradient of the encoder's residual stream
     void *dmemory;                   // [R, C] gradient of the encoder's output, summed over the decoder's layers
     void *dconv, *ddelta;            // gradients of conv and of delta_out or mamba_out
     void *ddecays, *dgates, *dlow;   // Kimi delta attention: gradients of kda_f, kda_g, and of kda_f_a or kda_g_a
@@ -7652,7 +7935,10 @@ struct mt_model {
     mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
+    struct mt_vision *vision;              // NULL: no vision tower
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
+    bool has_base;                         // frozen weights in fp8: --lora-base-dtype
+    void *base_values;                     // room for those of one linear
     struct mt_link *links;                 // [MT_NUM_LINKS]
     bool runs_alone;                       // one micro-batch passes through the pipeline at a time
     float *row_stats, *logp, *entropy;     // [4, max_logits], [max_logits]; with a value head, logp is the values
@@ -7686,6 +7972,19 @@ struct mt_model {
     const struct mt_micro_batch *in_context; // the micro-batch that is loaded
     int32_t *local_sequence;                 // [max_tokens] of local_batch: see mt_batch_block
 };
+
+/* The vision tower of a model (§21), on every rank, and on those with the embedding its parameters. */
+typedef struct mt_vision {
+    mt_vision_input input;
+    mt_vision_layer layers[MT_MAX_VISION_LAYERS];
+    mt_merger mergers[1 + MT_MAX_VISION_LAYERS]; // [0] behind the last layer, then those of deepstack
+    int64_t num_layers, num_mergers;
+    int64_t C, D, F, M;              // channels, of a head, of the MLP; patches of a token
+    struct mt_vision_values *shared; // the values of the layer at hand, where these are not kept
+    struct mt_vision_scratch *scratch;
+    char *staged[2]; // as mt_model.staged_batch
+    int64_t block_bytes;
+} mt_vision;
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
@@ -8022,11 +8321,19 @@ static bool mt_has_encoder(const mt_model *m) {
     return m->options->decoder_num_layers > 0;
 }
 
-/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder; 0
- * without an encoder. */
+/* Index of the decoder's first layer in a chunk of an encoder-decoder, 0 if the chunk has none of the encoder, the
+ * number of its layers if it has only such; 0 without an encoder. */
 static int64_t mt_decoder_begin(const mt_model *m, int64_t chunk) {
     const mt_stage *stage = &m->stages[chunk];
     return mt_clamp(m->options->encoder_num_layers - stage->first_layer, 0, stage->num_layers);
+}
+
+/* True if a chunk begins before the encoder's last layer; if it ends before it. */
+static bool mt_begins_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer < m->options->encoder_num_layers;
+}
+static bool mt_ends_in_encoder(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].first_layer + m->stages[chunk].num_layers < m->options->encoder_num_layers;
 }
 
 static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
@@ -8562,11 +8869,15 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, x, dout} : (mt_deferred){0};
 }
 
+static bool mt_has_images(const mt_pass *p); // these two: §21
+static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row);
+
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
     bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
     mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
+    if (which == MT_ROPE_MODEL && mt_has_images(p)) return mt_vision_rotation(m, p, first_row);
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
                          .positions = p->batch->positions + first_row,
@@ -11362,6 +11673,27 @@ typedef struct mt_output {
     float *embedded_mean, *hidden_mean; // [R] with LayerNorm; else NULL
 } mt_output;
 
+/* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
+typedef struct mt_vision_batch {
+    int64_t num_patches, num_tokens; // P; tokens that they become; 0: the micro-batch has no image
+    char *memory;                    // on the device, of the arrays to token_rows
+    float *rope_cos, *rope_sin;      // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
+    int32_t *numbers;                // [max(T, P)] 0, 1, 2 ...
+    int32_t *token_of_row;           // [R] for each row of the residual stream its token among those of images, or -1
+    float *patches;                  // [P, numbers of a patch] from here on: on the stage with the embedding
+    float *cos, *sin;                // [P, D / 2] of patches
+    int32_t *taps;                   // [4, P] learned positions of a patch
+    float *tap_weights;              // [4, P]
+    mt_span *images, *windows;       // patches that attend to each other
+    int32_t *row_of_token;           // [num_tokens] rows of the residual stream; -1: on another rank
+    mt_span *host_images, *host_windows;
+    int64_t num_images, num_windows;
+    void *x;                         // [P, numbers of a patch] the patches in the model's type
+    void **hidden;                   // [layers + 1] of [P, C]: inputs of the layers, and the last one's output
+    struct mt_vision_values *layers; // [layers], or NULL: shared
+    struct mt_merger_values *mergers;
+} mt_vision_batch;
+
 /* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
 typedef struct mt_micro_batch {
     int64_t chunk, index; // index -1: free
@@ -11385,6 +11717,7 @@ typedef struct mt_micro_batch {
         int64_t num_spans;
         mt_output output; // hidden: the residual stream; norm.y: the memory, to which the decoder attends
     } encoder;
+    mt_vision_batch vision;
 } mt_micro_batch;
 
 /* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
@@ -11898,6 +12231,12 @@ static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t 
     return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
 }
 
+static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer); // these five: §21
+static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x);
+static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx);
+static void mt_vision_forward(mt_model *m, const mt_pass *p);
+static void mt_vision_backward(mt_model *m, const mt_pass *p);
+
 /* Layers [begin, end) of the chunk, from the first one's saved input to `result` and its norm, if any. Each layer also
  * computes the next layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its
  * replay run the same operations. */
@@ -11918,7 +12257,10 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
         mt_layer_result to = is_last ? result : mt_input_of(m, p, i + 1);
-        mt_layer_forward(m, p, w, a, to, next);
+        bool grows = mt_layer_has_deepstack(m, p, w->number); // features of images are added before the next norm
+        mt_layer_forward(m, p, w, a, to, grows ? (mt_next_norm){.layer = next.layer} : next);
+        if (grows && to.out) mt_vision_add(m, p, w->number + 1, to.out);
+        if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, next.n, to.out);
         mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -12189,9 +12531,16 @@ void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens) {
     }
 }
 
+void mt_batch_alloc_images(mt_batch *batch, const mt_options *o, int64_t max_patches) {
+    int64_t most = max_patches / mt_patches_of_token(o); // images of one token each
+    batch->images = (mt_image_batch){.grids = mt_calloc(most * (int64_t)sizeof *batch->images.grids)};
+    batch->images.patches = mt_calloc(max_patches * mt_patch_values(o) * 4);
+}
+
 void mt_batch_free(mt_batch *batch) {
     free(batch->tokens);         // the block's start
     free(batch->encoder.tokens); // likewise
+    free(batch->images.grids), free(batch->images.patches);
     *batch = (mt_batch){0};
 }
 
@@ -12303,6 +12652,9 @@ static int mt_batch_check_encoder(const mt_model *m, const mt_batch *batch, mt_e
                         (long long)T, (long long)parts);
 }
 
+static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_error *error); // these two: §21
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block);
+
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
     int64_t room = cp * mt_min(m->plan.max_tokens, m->plan.max_logits), positions = mt_num_positions(m);
@@ -12345,7 +12697,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
         return mt_error_set(error, "the position of token %lld is %d, and the model has positions 0 to %lld",
                             (long long)t, batch->positions[t], (long long)(positions - 1));
     if (cp > 1 && mt_batch_check_context(batch, cp, error) != 0) return -1;
-    if (mt_batch_check_encoder(m, batch, error) != 0) return -1;
+    if (mt_batch_check_encoder(m, batch, error) != 0 || mt_batch_check_images(m, batch, error) != 0) return -1;
     if (T % (cp * parts) == 0) return 0;
     return mt_error_set(error, "%lld tokens do not divide by %lld, as --sequence-parallel requires", (long long)T,
                         (long long)(cp * parts));
@@ -12355,7 +12707,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
 static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows;
-    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, p.message_rows = mb->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
     p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
@@ -12447,6 +12799,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
     if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
     int64_t bytes = end - (const char *)block.spans;
+    if (m->vision) mt_vision_load(m, mb, batch, &block);
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -12470,24 +12823,14 @@ static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, boo
     mt_bucket_release(m, bucket);
 }
 
-/* Before the backward of the decoder's layers: each adds to the gradient of the memory. */
-static void mt_decoder_begin_backward(mt_model *m, const mt_pass *p) {
-    m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
-    mt_relative_acquire(m, false, true);
-}
-
-/* dresidual[R, C]: the gradient of the decoder's input in, that of the encoder's output before its norm out. */
-static void mt_decoder_enter_backward(mt_model *m, const mt_pass *p, void *dresidual) {
-    const mt_output *out = &p->mb->encoder.output;
-    mt_pass encoder = mt_encoder_pass(m, p);
-    mt_relative_release(m, false, true, p->last);
-    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers); // the encoder's follows
-    mt_bucket_acquire(m, m->encoder_bucket);
-    mt_bucket_gradients_acquire(m, m->encoder_bucket);
-    mt_norm_backward(m, &encoder, &m->outer.encoder_norm, &out->norm, dresidual, NULL, m->scratch.dmemory, out->hidden);
-    mt_bucket_gradients_release(m, m->encoder_bucket, p->last);
-    mt_bucket_release(m, m->encoder_bucket);
-    mt_relative_acquire(m, true, true);
+/* True if no chunk of this rank before this one has layers of the encoder, or decoder: in a step, the last backward of
+ * this one ends the sum of its biases' gradients. */
+static bool mt_half_begins(const mt_model *m, int64_t chunk, bool of_encoder) {
+    for (int64_t before = 0; before < chunk; before++) {
+        int64_t decoder = mt_decoder_begin(m, before);
+        if (of_encoder ? decoder > 0 : decoder < m->stages[before].num_layers) return false;
+    }
+    return true;
 }
 
 /* Final norm and logits of x[rows, C], the residual stream. */
@@ -12549,9 +12892,31 @@ static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t l
     return end;
 }
 
-/* The residual stream at the chunk's input. */
+/* Where the residual stream enters a chunk: the input of its first layer, or its output if it has none. That of a
+ * decoder waits in the output while layers of the encoder run. */
 static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
-    return m->stages[p->mb->chunk].num_layers > 0 ? p->mb->layers[0].input : p->mb->outputs[0].hidden;
+    int64_t first = mt_decoder_begin(m, p->mb->chunk);
+    bool waits = first == m->stages[p->mb->chunk].num_layers || (first > 0 && !p->decode);
+    return waits ? p->mb->outputs[0].hidden : mt_values_of(m, p, first)->input;
+}
+
+/* Where the encoder's residual stream, or behind its last layer the memory, enters a chunk, and where it leaves it. */
+static void *mt_encoder_input(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    if (!mt_begins_in_encoder(m, p->mb->chunk)) return out->norm.y;
+    return mt_decoder_begin(m, p->mb->chunk) > 0 ? mt_values_of(m, p, 0)->input : out->hidden;
+}
+static void *mt_encoder_output(const mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->encoder.output;
+    return mt_ends_in_encoder(m, p->mb->chunk) ? out->hidden : out->norm.y;
+}
+
+/* Their gradients. */
+static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p) {
+    return mt_begins_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+}
+static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
+    return mt_ends_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
 }
 
 /* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
@@ -12562,84 +12927,160 @@ static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64
     }
 }
 
-/* The encoder: embedding, layers, and the norm that gives the memory. */
+/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. */
+static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual) {
+    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
+    bool gathered = false; // dresidual, for the experts of the next layer
+    for (int64_t i = end - 1; i >= begin; i--) {
+        mt_layer *w = &layers[i];
+        mt_offload_fetch(m, p, i);
+        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
+            mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
+        mt_hidden_backward(m, p, w->number, dresidual);
+        if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
+        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
+        bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        gathered = ahead;
+        mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
+    }
+}
+
+/* The encoder's layers of a chunk, and behind the last of all the norm that gives the memory. */
 static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
     const mt_output *out = &encoder->mb->encoder.output;
-    mt_embed_forward(m, encoder, mt_chunk_input(m, encoder), encoder->batch->tokens, -1);
-    mt_relative_acquire(m, true, false);
-    mt_units_forward(m, encoder, 0, mt_decoder_begin(m, encoder->mb->chunk), (mt_layer_result){.out = out->hidden});
-    mt_relative_release(m, true, false, false);
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (end > 0) {
+        mt_relative_acquire(m, true, false);
+        mt_units_forward(m, encoder, 0, end, (mt_layer_result){.out = out->hidden});
+        mt_relative_release(m, true, false, false);
+    }
+    if (!mt_begins_in_encoder(m, chunk) || mt_ends_in_encoder(m, chunk)) return;
     mt_bucket_acquire(m, m->encoder_bucket);
     mt_norm_forward(m, encoder, &m->outer.encoder_norm, &out->norm, out->hidden);
     mt_bucket_release(m, m->encoder_bucket);
 }
 
-/* Embedding, if the chunk has it, and layers; of an encoder-decoder first those of the encoder, unless the memory is
+/* scratch.dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, or with the norm that
+ * of the memory; before them out. */
+static void mt_encoder_backward(mt_model *m, const mt_pass *encoder) {
+    const mt_output *out = &encoder->mb->encoder.output;
+    int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
+    if (!mt_ends_in_encoder(m, chunk)) {
+        mt_bucket_acquire(m, m->encoder_bucket);
+        mt_bucket_gradients_acquire(m, m->encoder_bucket);
+        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, m->scratch.dencoder, NULL, m->scratch.dmemory,
+                         out->hidden);
+        mt_bucket_gradients_release(m, m->encoder_bucket, encoder->last);
+        mt_bucket_release(m, m->encoder_bucket);
+    }
+    if (end == 0) return;
+    mt_relative_acquire(m, true, true);
+    mt_units_backward(m, encoder, 0, end, m->scratch.dencoder);
+    mt_relative_release(m, true, true, encoder->last && mt_half_begins(m, chunk, true));
+}
+
+/* Embedding, if the chunk has it, and layers. An encoder-decoder has first those of the encoder, unless the memory is
  * in the cache. */
 static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk); // index of its first layer
-    mt_layer_result result = {.out = p->mb->outputs[0].hidden};
+    bool encodes = mt_has_encoder(m) && !p->decode, decodes = !p->encode;
     mt_pass encoder = mt_encoder_pass(m, p);
-    if (mt_has_encoder(m)) {
-        if (!p->decode) mt_encoder_forward(m, &encoder);
-        mt_embed_forward(m, p, mt_values_of(m, p, decoder)->input, p->batch->tokens, m->options->encoder_num_layers);
-        mt_relative_acquire(m, false, false);
-    } else if (stage->embedding) {
-        mt_embed_forward(m, p, mt_chunk_input(m, p), p->batch->tokens, -1);
-    }
-    mt_units_forward(m, p, decoder, stage->num_layers, result);
-    if (mt_has_encoder(m)) mt_relative_release(m, false, false, false);
+    void *input = mt_chunk_input(m, p);
+    int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
+    if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
+    if (stage->embedding && m->vision) mt_vision_forward(m, p);
+    if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
+    if (stage->embedding && mt_has_images(p)) mt_vision_add(m, p, 0, input);
+    if (encodes) mt_encoder_forward(m, &encoder);
+    if (!decodes || decoder == stage->num_layers) return;
+    void *first = mt_values_of(m, p, decoder)->input;
+    if (first != input) m->ops->memory_copy(first, input, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    mt_relative_acquire(m, false, false);
+    mt_units_forward(m, p, decoder, stage->num_layers, (mt_layer_result){.out = p->mb->outputs[0].hidden});
+    mt_relative_release(m, false, false, false);
 }
 
-/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. */
+/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. Of an encoder-decoder, that of the
+ * decoder's residual stream; in scratch.dmemory and scratch.dencoder those of the encoder's. */
 static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
     mt_pass encoder = mt_encoder_pass(m, p);
-    const mt_pass *first = decoder > 0 ? &encoder : p;
-    bool gathered = false; // dresidual, for the experts of the next layer
-    if (mt_has_encoder(m)) mt_decoder_begin_backward(m, p);
-    for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
-        const mt_pass *pass = i < decoder ? &encoder : p;
-        if (i + 1 == decoder) mt_decoder_enter_backward(m, p, dresidual);
-        mt_offload_fetch(m, pass, i);
-        if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
-            mt_recompute_unit_replay(m, pass, w->recompute_unit, i + 1);
-        mt_hidden_backward(m, pass, w->number, dresidual);
-        mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
-        bool ahead = i > 0 && mt_gathers_ahead(m, pass, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, pass, w, &p->mb->layers[i], dresidual, gathered, ahead);
-        gathered = ahead;
-        mt_layer_release(m, pass, w, true, p->halves == MT_BACKWARD_BOTH);
+    if (decoder < stage->num_layers) {
+        mt_relative_acquire(m, false, true);
+        mt_units_backward(m, p, decoder, stage->num_layers, dresidual);
+        mt_relative_release(m, false, true, p->last && mt_half_begins(m, p->mb->chunk, false));
     }
-    if (decoder > 0) mt_relative_release(m, true, true, p->last);
-    if (stage->embedding) mt_embed_backward(m, first, dresidual, first->batch->tokens, -1, p->last);
+    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder);
+    if (!stage->embedding) return;
+    if (!mt_has_encoder(m)) {
+        if (mt_has_images(p)) mt_vision_take(m, p, 0, dresidual);
+        mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+        if (m->vision) mt_vision_backward(m, p);
+        return;
+    }
+    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers);
+    mt_embed_backward(m, &encoder, m->scratch.dencoder, encoder.batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
+    mt_pass encoder = mt_encoder_pass(m, p);
     for (int64_t i = m->stages[p->mb->chunk].num_layers - 1; i >= 0; i--) {
         mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + i];
+        const mt_pass *pass = i < decoder ? &encoder : p;
         mt_layer_acquire(m, w, false, true);
-        mt_layer_backward_weight(p, &p->mb->layers[i]);
-        mt_layer_release(m, p, w, false, true);
+        mt_layer_backward_weight(pass, &p->mb->layers[i]);
+        mt_layer_release(m, pass, w, false, true);
     }
 }
 
 /* ---- between chunks */
 
+/* The tensors of a message between stages, x[i][rows[i], C]: the residual stream, or its gradient. An encoder-decoder
+ * sends two. That of the encoder is its residual stream and, behind its last layer, the memory; that of the decoder is
+ * its residual stream, and its embedded tokens as far as its first layer: so the first stage alone embeds, and none
+ * between the first and the last has a copy of the word embedding. Generation passes one of the two at a time. */
+typedef struct mt_boundary {
+    int count;
+    void *x[2];
+    int64_t rows[2];
+} mt_boundary;
+
+static mt_boundary mt_boundary_of(const mt_model *m, const mt_pass *p, void *of_encoder, void *residual) {
+    mt_boundary b = {.count = 0};
+    if (mt_has_encoder(m) && !p->decode) b.x[b.count] = of_encoder, b.rows[b.count++] = p->mb->encoder.rows;
+    if (!p->encode) b.x[b.count] = residual, b.rows[b.count++] = p->rows;
+    return b;
+}
+
+/* Tensors of a message that carries all of them. */
+static int64_t mt_boundary_tensors(const mt_model *m) {
+    return mt_has_encoder(m) ? 2 : 1;
+}
+
+/* Rows of a tensor of a message, unused ones too; and of all its tensors. */
+static int64_t mt_boundary_rows(const mt_pass *p, const mt_boundary *b, int tensor) {
+    return p->message_rows > 0 ? p->message_rows : b->rows[tensor];
+}
+static int64_t mt_boundary_all_rows(const mt_pass *p, const mt_boundary *b) {
+    int64_t rows = 0;
+    for (int i = 0; i < b->count; i++) rows += mt_boundary_rows(p, b, i);
+    return rows;
+}
+
 /* One end of a channel to a neighbour in the pipeline, with buffers for messages in flight. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
-    void **buffers; // [num_buffers] of [R, C]; message i uses buffer i % num_buffers
+    void **buffers; // [num_buffers] of the tensors of a message; message i uses buffer i % num_buffers
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
-/* Posts the receive of a link's next message of `rows` rows; false if no buffer is free. */
+/* Posts the receive of a link's next message, of `rows` rows together; false if no buffer is free. */
 static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     if (mt_channel_pending(link->channel) == link->num_buffers) return false;
     void *buffer = link->buffers[link->channel->next % link->num_buffers];
@@ -12647,42 +13088,57 @@ static bool mt_link_post(mt_model *m, mt_link *link, int64_t rows) {
     return true;
 }
 
-/* to[rows, C] = the oldest message not taken yet. */
-static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
-    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, p->message_rows);
-    const void *buffer = link->buffers[link->channel->finished % link->num_buffers];
+/* Copies the oldest message not taken yet to the tensors of b. */
+static void mt_link_receive(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    if (mt_channel_pending(link->channel) == 0) mt_link_post(m, link, mt_boundary_all_rows(p, &b));
+    void *from = link->buffers[link->channel->finished % link->num_buffers];
     mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(to, buffer, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(b.x[i], from, b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        from = mt_at(from, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
     if (m->runs_alone) m->ops->stream_synchronize(p->stream);
 }
 
-/* Sends a copy of from[rows, C]; the caller may overwrite `from` at once. */
-static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
-    void *buffer = link->buffers[link->channel->next % link->num_buffers];
+/* Sends copies of the tensors of b; the caller may overwrite them at once. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, mt_boundary b) {
+    void *buffer = link->buffers[link->channel->next % link->num_buffers], *to = buffer;
     if (mt_channel_pending(link->channel) == link->num_buffers) mt_channel_finish(m->ops, link->channel, p->stream);
-    m->ops->memory_copy(buffer, from, p->rows * m->C * mt_dtype_size(m->residual_dtype), p->stream);
-    mt_channel_start(m->ops, link->channel, buffer, p->message_rows * m->C, m->residual_dtype, p->stream);
+    for (int i = 0; i < b.count; i++) {
+        m->ops->memory_copy(to, b.x[i], b.rows[i] * m->C * mt_dtype_size(m->residual_dtype), p->stream);
+        to = mt_at(to, mt_boundary_rows(p, &b, i) * m->C, m->residual_dtype);
+    }
+    mt_channel_start(m->ops, link->channel, buffer, mt_boundary_all_rows(p, &b) * m->C, m->residual_dtype, p->stream);
 }
 
 /* A chunk without the embedding receives its input; a chunk without the loss sends its output. */
 static void mt_stage_forward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     if (stage->num_layers > 0) mt_offload_claim(m, p, &m->layers[m->first_local[p->mb->chunk]], p->mb->layers);
-    if (!stage->embedding) mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    if (!stage->embedding)
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_FORWARD],
+                        mt_boundary_of(m, p, mt_encoder_input(m, p), mt_chunk_input(m, p)));
     mt_chunk_forward(m, p);
-    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->mb->outputs[0].hidden);
+    if (!stage->loss)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD],
+                     mt_boundary_of(m, p, mt_encoder_output(m, p), p->mb->outputs[0].hidden));
 }
 
+/* Of an encoder-decoder every layer of cross attention adds to the gradient of the memory, in all stages. */
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     void *dresidual = m->scratch.dresidual;
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
+    if (stage->loss && mt_has_encoder(m))
+        m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (stage->loss)
         mt_loss_backward(m, p, dresidual);
     else
-        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD], dresidual);
+        mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD],
+                        mt_boundary_of(m, p, mt_encoder_doutput(m, p), dresidual));
     mt_chunk_backward(m, p, dresidual);
-    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], dresidual);
+    if (!stage->embedding)
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], mt_boundary_of(m, p, mt_encoder_dinput(m, p), dresidual));
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -12821,19 +13277,20 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
  * prefetched bucket), one for the larger matrices of the vocabulary, one for the parameters that the layers of an
- * encoder, or of its decoder, share. */
+ * encoder, or of its decoder, share, two for those of a vision tower. */
 typedef enum {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
     MT_BUCKET_VOCABULARY,
     MT_BUCKET_HALF,
+    MT_BUCKET_VISION,
     MT_NUM_BUCKET_KINDS
 } mt_bucket_kind;
 
-static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5, 6};
+static const int mt_first_buffer[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5, 6, 8};
 static const mt_dtype mt_moment_dtypes[] = {MT_F32, MT_BF16, MT_F16_SCALED, MT_F8_E4M3}; // of mt_optimizer_dtype
 static const mt_dtype mt_gradient_dtypes[] = {MT_F32, MT_BF16, MT_F16};
-enum { MT_NUM_BUFFERS = 6 };
+enum { MT_NUM_BUFFERS = 8 };
 
 /* Room for one whole bucket whose values are sharded between uses. */
 typedef struct mt_bucket_buffer {
@@ -12878,11 +13335,18 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
+/* The struct with a parameter's weight. */
+static char *mt_param_owner(mt_model *m, const mt_param *param) {
+    if (param->unit == MT_UNIT_VISION_INPUT) return (char *)&m->vision->input;
+    if (param->unit == MT_UNIT_VISION_LAYER) return (char *)&m->vision->layers[param->vision_part];
+    if (mt_unit_is_merger(param->unit)) return (char *)&m->vision->mergers[param->vision_part];
+    return param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+}
+
 /* The mt_weight that points to a parameter. NULL if the parameter continues the previous one: both form one operand. */
 static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
     if (param->continues) return NULL;
-    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
-    return (mt_weight *)(void *)(fields + param->field);
+    return (mt_weight *)(void *)(mt_param_owner(m, param) + param->field);
 }
 
 /* fp8 of this rank's layers. Delayed scaling has one scale for every operand of every linear. */
@@ -12901,6 +13365,27 @@ static const mt_linear *mt_param_fp8_linear(mt_model *m, const mt_param *param) 
     return linear->fp8 ? linear : NULL;
 }
 
+/* --lora-base-dtype fp8: the parts of the linear that begins with this parameter, in memory of the bucket. */
+static void mt_base_bind(mt_model *m, const mt_bucket *b, const mt_param *param) {
+    mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+    mt_fp8_base *base = l->base;
+    const mt_param *end = m->params + b->first_param + b->num_params, *first = param;
+    base->num_parts = 0;
+    for (; param < end && (param == first || param->continues); param++) {
+        mt_dequantize_args *part = base->parts + base->num_parts, *last = base->num_parts > 0 ? part - 1 : NULL;
+        if (last && last->R % 128 == 0) {
+            last->R += param->rows;
+            continue;
+        }
+        *part = (mt_dequantize_args){(uint8_t *)b->params + param->place, b->scales + param->first_scale,
+                                     .R = param->rows, .C = param->cols};
+        part->out = mt_at(m->base_values, param->offset - first->offset, m->dtype);
+        base->num_parts++;
+    }
+    if (!l->fp8 || !l->fp8->gathered) return;
+    l->fp8->w.data = (uint8_t *)b->params + first->place, l->fp8->w.inverse_scales = b->scales + first->first_scale;
+}
+
 /* Sets the weights' pointers into a bucket; NULL while its values are sharded. */
 static void mt_bucket_bind(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
@@ -12908,11 +13393,12 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_at(b->params, param->offset, b->dtype);
+        weight->w = b->params && !param->in_fp8 ? (char *)b->params + param->place : NULL;
         weight->dw = mt_at(b->grads, param->offset, MT_F32);
         weight->has_gradient = &m->sharding->has_gradient[i];
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
+        if (param->in_fp8) mt_base_bind(m, b, param);
         if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) m->outer.head.weight = *weight; // tied
     }
     if (m->params[b->first_param + b->num_params - 1].layer >= m->options->num_layers) mt_mtp_share(m);
@@ -12966,6 +13452,34 @@ static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
     free(cuts), free(given);
 }
 
+/* True if a layer's matrices of linears are in fp8 by --first-last-layers-bf16. */
+static bool mt_layer_takes_fp8(const mt_options *o, int64_t number) {
+    return !o->first_last_layers_bf16 ||
+           (number >= o->num_layers_at_start_in_bf16 && number < o->num_layers - o->num_layers_at_end_in_bf16);
+}
+
+/* Places of a bucket's parameters. --lora-base-dtype fp8: a byte for each element of a frozen linear; its parameters
+ * stay without a gap. */
+static void mt_bucket_place(mt_model *m, mt_bucket *b) {
+    const mt_options *o = m->options;
+    int64_t size = mt_dtype_size(b->dtype), end = 0;
+    bool may = m->plan.train && o->lora_rank > 0 && o->lora_base_dtype == MT_BASE_FP8 && !b->trained, any = false;
+    for (mt_param *param = m->params + b->first_param; param < m->params + b->first_param + b->num_params; param++) {
+        param->place = param->offset * size;
+        if (!may) continue;
+        param->in_fp8 = param->continues ? param[-1].in_fp8 : param->takes_fp8 && mt_layer_takes_fp8(o, param->layer);
+        any |= param->in_fp8;
+    }
+    for (mt_param *param = m->params + b->first_param; any && param < m->params + b->first_param + b->num_params;
+         param++) {
+        param->place = param->continues ? end : mt_align(end);
+        end = param->place + param->rows * param->cols * (param->in_fp8 ? 1 : size);
+        param->first_scale = b->num_scales;
+        if (param->in_fp8) b->num_scales += mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    }
+    if (any) b->bytes = mt_align(end);
+}
+
 /* Sizes of buckets, from the parameter table. Parameters are padded to the alignment; a sharded bucket is padded to
  * aligned shards of equal size, unless these must begin and end at matrices. */
 static void mt_buckets_size(mt_model *m) {
@@ -12991,6 +13505,8 @@ static void mt_buckets_size(mt_model *m) {
         bool has_experts = b->group == &m->grid->expert_data;
         if (shards > 1 && b->trained) mt_bucket_share(m, b, loads + has_experts * ranks);
         b->v_count = mt_clamp(b->shard_first + b->shard_count - with_one, 0, b->shard_count);
+        b->bytes = b->count * mt_dtype_size(b->dtype);
+        mt_bucket_place(m, b);
     }
     free(loads);
 }
@@ -13010,6 +13526,9 @@ static void mt_buckets_find(mt_model *m) {
         if (param->unit == MT_UNIT_ENCODER_RELATIVE) m->relative_bucket[true] = i;
         if (param->unit == MT_UNIT_DECODER_RELATIVE) m->relative_bucket[false] = i;
         if (param->unit == MT_UNIT_ENCODER_OUTPUT) m->encoder_bucket = i;
+        if (param->unit == MT_UNIT_VISION_INPUT) m->vision->input.bucket = i;
+        if (param->unit == MT_UNIT_VISION_LAYER) m->vision->layers[param->vision_part].bucket = i;
+        if (mt_unit_is_merger(param->unit)) m->vision->mergers[param->vision_part].bucket = i;
     }
     if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
@@ -13030,6 +13549,7 @@ static void mt_sharding_open(mt_model *m) {
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
         if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
         if (param->unit >= MT_UNIT_ENCODER_RELATIVE && param->unit <= MT_UNIT_ENCODER_OUTPUT) *kind = MT_BUCKET_HALF;
+        if (mt_unit_is_of_tower(param->unit)) *kind = MT_BUCKET_VISION;
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
@@ -13094,9 +13614,10 @@ static void mt_sharding_start(mt_model *m) {
     mt_buckets_group(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
+        if (b->params) m->ops->memory_zero(b->params, b->bytes, m->stream);
+        if (b->num_scales > 0) m->ops->memory_zero(b->scales, b->num_scales * 4, m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int state = 0; state < MT_NUM_STATES; state++) {
+        for (int state = b->params ? MT_STATE_MASTER : MT_STATE_WEIGHTS; state < MT_NUM_STATES; state++) {
             mt_shard shard = mt_bucket_shard(m, i, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, 0, NULL, b->count);
         }
@@ -13340,13 +13861,27 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+/* Zeroes the gradients of a bucket's linears that no product of this step has written. */
+static void mt_bucket_zero_unwritten(mt_model *m, int64_t bucket) {
+    const mt_bucket *b = &m->buckets[bucket];
+    bool written = false; // of the parameters that are one operand
+    if (!b->grads) return;
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (!param->is_linear) continue;
+        if (!param->continues) written = m->sharding->has_gradient[i], m->sharding->has_gradient[i] = true;
+        if (!written) m->ops->memory_zero(b->grads + param->offset, param->rows * param->cols * 4, m->stream);
+    }
+}
+
 /* The bucket that a backward through this one trains: itself or that of its adapters; -1: none. */
 static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
     const mt_param *of = &m->params[m->buckets[bucket].first_param], *param;
     int64_t i = m->buckets[bucket].trained ? bucket : m->num_trained_buckets - 1;
     for (; i >= 0 && i != bucket; i--) {
         param = &m->params[m->buckets[i].first_param];
-        if (param->layer == of->layer && (param->expert < 0) == (of->expert < 0)) break;
+        bool same = param->layer == of->layer && (param->expert < 0) == (of->expert < 0);
+        if (mt_param_is_adapter(param) && same) break;
     }
     return i;
 }
@@ -13461,6 +13996,11 @@ static void mt_gradients_begin(mt_model *m) {
         memset(s->has_gradient + m->buckets[i].first_param, true, (size_t)m->buckets[i].num_params);
         s->progress[i].has_gradients = true;
     }
+    for (int half = 0; half < 2; half++) { // biases without layers on this rank have gradients of 0
+        if (m->relative_bucket[half] < 0 || !mt_half_begins(m, m->num_chunks, half)) continue;
+        mt_bucket_gradients_acquire(m, m->relative_bucket[half]);
+        mt_bucket_gradients_release(m, m->relative_bucket[half], true);
+    }
 }
 
 /* Completes all reductions: every rank has the sum over ranks of its shard, or identical bits of the whole bucket. */
@@ -13497,8 +14037,8 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
 }
 
 /* Sums gradients over the ranks of one model replica: parameters that all tensor-parallel ranks hold and apply to their
- * own rows or heads, and the copies of the word embedding on the first and last stage. Adjacent parameters share one
- * all-reduce. */
+ * own rows or heads, the copies of the word embedding on the first and last stage, and copies of biases by distance on
+ * all stages. Adjacent parameters share one all-reduce. */
 static void mt_gradients_reduce_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -13516,6 +14056,11 @@ static void mt_gradients_reduce_model(mt_model *m) {
     if (has_copies && m->grid->embedding.size > 1 && word >= 0 && m->buckets[word].trained)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM,
                            m->buckets[word].grad_dtype, &m->grid->embedding, m->stream);
+    for (int half = 0; half < 2 && m->grid->pipeline.size > 1; half++) {
+        if (m->relative_bucket[half] < 0 || !m->buckets[m->relative_bucket[half]].trained) continue;
+        const mt_bucket *b = &m->buckets[m->relative_bucket[half]];
+        m->ops->all_reduce(b->grad_shard, b->shard_count, MT_SUM, b->grad_dtype, &m->grid->pipeline, m->stream);
+    }
 }
 
 /* After the optimizer's step: gathers parameters now, or with prefetching each bucket before its first use. */
@@ -13555,7 +14100,8 @@ static void mt_plan_buckets(mt_model *m) {
     mt_arena *optimizer = &m->parts[MT_PART_OPTIMIZER], *cache = &m->parts[MT_PART_CACHE];
     for (mt_bucket *b = m->buckets; b < m->buckets + m->num_buckets; b++) {
         int64_t size = mt_dtype_size(b->dtype);
-        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->bytes);
+        if (b->num_scales > 0) b->scales = mt_arena_alloc(arena, b->num_scales * 4);
         b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_at(b->params, b->shard_first, b->dtype)
                                                        : mt_arena_alloc(arena, b->shard_count * size);
         if (!m->plan.train || !b->trained) continue;
@@ -13607,6 +14153,7 @@ const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
 
 mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
+    MT_CHECK(b->num_scales == 0 || state != MT_STATE_WEIGHTS);
     MT_CHECK(!(m->resting_parts & (1u << MT_PART_PARAMS | (state != MT_STATE_WEIGHTS) << MT_PART_OPTIMIZER)));
     void *states[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
     if (state == MT_STATE_EXP_AVG_SQ)
@@ -13615,6 +14162,14 @@ mt_shard mt_bucket_shard(const mt_model *m, int64_t bucket, mt_param_state state
         return (mt_shard){states[state], b->shard_first, b->shard_count, mt_state_dtype(m, state)};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_shard){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_shard){b->params, 0, b->count, b->dtype};
+}
+
+mt_shard mt_state_shard(const mt_model *m, const mt_param *param, mt_param_state state) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    if (b->num_scales == 0 || state != MT_STATE_WEIGHTS) return mt_bucket_shard(m, param->bucket, state);
+    MT_CHECK(!(m->resting_parts & 1u << MT_PART_PARAMS));
+    return (mt_shard){(char *)b->params + param->place, param->offset, param->rows * param->cols,
+                      param->in_fp8 ? MT_F8_E4M3 : b->dtype};
 }
 
 void mt_shard_write(mt_model *m, const mt_shard *shard, int64_t at, const void *from, int64_t n) {
@@ -13634,7 +14189,44 @@ void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin,
     *end = mt_min(shard->first + shard->count - param->offset, param->rows * param->cols);
 }
 
+/* The scales of a frozen matrix in fp8. */
+static float *mt_base_scales(const mt_model *m, const mt_param *param, int64_t *count) {
+    *count = mt_fp8_num_scales(1, param->rows, param->cols, MT_FP8_BLOCK_128);
+    return m->buckets[param->bucket].scales + param->first_scale;
+}
+
+static void mt_base_write(mt_model *m, const mt_param *param, const float *values) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales;
+    float *to = mt_base_scales(m, param, &num_scales), *inverse_scales = mt_calloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(shard.count);
+    mt_fp8_base_quantize(codes, inverse_scales, values, param->rows, param->cols);
+    mt_shard_write(m, &shard, shard.first, codes, shard.count);
+    mt_copy_wait(m, to, inverse_scales, num_scales * 4);
+    free(codes), free(inverse_scales);
+}
+
+/* values[n] = elements of a frozen matrix in fp8, from element `at` on. */
+static void mt_base_read(mt_model *m, const mt_param *param, int64_t at, float *values, int64_t n) {
+    mt_shard shard = mt_state_shard(m, param, MT_STATE_WEIGHTS);
+    int64_t num_scales, C = param->cols;
+    const float *from = mt_base_scales(m, param, &num_scales);
+    float *inverse_scales = mt_malloc(num_scales * 4);
+    uint8_t *codes = mt_malloc(n);
+    m->ops->memory_copy(inverse_scales, from, num_scales * 4, m->stream);
+    mt_copy_wait(m, codes, (const uint8_t *)shard.data + at, n);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t block = mt_fp8_scale_index(param->rows, C, MT_FP8_BLOCK_128, (at + i) / C, (at + i) % C);
+        values[i] = mt_f8_to_f32(codes[i], MT_F8_E4M3) * inverse_scales[block];
+    }
+    free(codes), free(inverse_scales);
+}
+
 void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, const float *values) {
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_write(m, param, values);
+        return;
+    }
     mt_shard shard = mt_bucket_shard(m, param->bucket, state);
     int64_t begin, end;
     mt_param_part(param, &shard, &begin, &end);
@@ -13647,11 +14239,15 @@ void mt_state_write(mt_model *m, const mt_param *param, mt_param_state state, co
 }
 
 void mt_state_read(mt_model *m, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    if (param->in_fp8 && state == MT_STATE_WEIGHTS) {
+        mt_base_read(m, param, at, values, n);
+        return;
+    }
+    mt_shard shard = mt_state_shard(m, param, state);
     int64_t size = mt_dtype_size(shard.dtype), first = param->offset + at - shard.first;
     float amax = 0, (*all)[3] = m->state_amax + (param - m->params);
     void *codes = mt_malloc(n * size);
-    if (mt_state_has_scale(shard.dtype))
+    if (state != MT_STATE_WEIGHTS && mt_state_has_scale(shard.dtype))
         m->ops->memory_copy(&amax, &(*all)[state - MT_STATE_MASTER], sizeof amax, m->stream);
     mt_copy_wait(m, codes, (const char *)shard.data + first * size, n * size);
     mt_state_load(values, codes, 0, n, shard.dtype, amax);
@@ -14538,7 +15134,7 @@ static void mt_post_receives(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_post(m, &m->links[links[direction]], m->max_rows)) break;
+            if (!mt_link_post(m, &m->links[links[direction]], mt_boundary_tensors(m) * m->max_rows)) break;
         }
 }
 
@@ -15023,10 +15619,17 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
         if (!counts || count == 0) continue;
         bool is_exact = b->master && mt_state_dtype(m, MT_STATE_MASTER) == MT_F32;
         mt_dtype dtype = is_exact ? MT_F32 : b->dtype;
-        const void *values = mt_at(is_exact ? b->master : b->param_shard, begin, dtype);
+        const void *values = is_exact            ? mt_at(b->master, begin, dtype)
+                             : b->num_scales > 0 ? mt_state_shard(m, param, MT_STATE_WEIGHTS).data
+                                                 : mt_at(b->param_shard, begin, dtype);
         const void *grads = b->trained ? mt_at(b->grad_shard, begin, b->grad_dtype) : NULL;
         if (o->log_num_zeros_in_grad && grads) sums[0] += mt_measure(m, grads, count, b->grad_dtype, true, piece);
-        if (o->log_params_norm) sums[1] += mt_measure(m, values, count, dtype, false, piece);
+        for (int64_t at = 0, n; o->log_params_norm && param->in_fp8 && at < count; at += n) {
+            n = mt_min(MT_MEASURED_PIECE, count - at);
+            mt_state_read(m, param, MT_STATE_WEIGHTS, at, piece, n);
+            mt_cpu_ops.squared_norm(&sums[1], piece, n, MT_F32, NULL);
+        }
+        if (o->log_params_norm && !param->in_fp8) sums[1] += mt_measure(m, values, count, dtype, false, piece);
     }
     free(piece);
     mt_all_reduce_sum(&m->grid->world, sums, 2, MT_F64);
@@ -15036,11 +15639,11 @@ static void mt_step_measure(mt_model *m, mt_metrics *metrics) {
 /* FNV-1a of a parameter's bytes, in the 52 bits that a double holds. */
 static double mt_param_hash(mt_model *m, const mt_param *param, void *piece) {
     const mt_bucket *b = &m->buckets[param->bucket];
-    int64_t n = param->rows * param->cols, size = mt_dtype_size(b->dtype);
+    int64_t n = param->rows * param->cols, size = param->in_fp8 ? 1 : mt_dtype_size(b->dtype);
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t first = 0; first < n; first += MT_MEASURED_PIECE) {
         int64_t bytes = mt_min(MT_MEASURED_PIECE, n - first) * size;
-        mt_copy_wait(m, piece, mt_at(b->params, param->offset + first, b->dtype), bytes);
+        mt_copy_wait(m, piece, (const char *)b->params + param->place + first * size, bytes);
         for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const uint8_t *)piece)[i]) * 0x100000001b3u;
     }
     return (double)(hash >> 12);
@@ -15368,6 +15971,9 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
     mt_slots_allocate(s, MT_KEEP, &mb->outputs[i], arena);
 }
 
+static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these two: §21
+static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena);
+
 /* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
     const mt_stage *stage = &m->stages[mb->chunk];
@@ -15381,10 +15987,11 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
         mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
     }
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
+    if (m->vision) mt_vision_plan_batch(m, mb, arena);
     mt_slots slots = {.count = 0}, *s = &slots;
     if (!mt_has_encoder(m)) return;
-    MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
-    mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
+    if (mt_begins_in_encoder(m, mb->chunk)) MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
+    if (!mt_ends_in_encoder(m, mb->chunk)) mt_norm_slots(s, m, "norm", offsetof(mt_output, norm), 0, NULL);
     mt_slots_allocate(s, MT_KEEP, &mb->encoder.output, arena);
 }
 
@@ -15406,9 +16013,9 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
+    int64_t message = mt_boundary_tensors(m) * m->max_rows * m->C * mt_dtype_size(m->residual_dtype);
     for (int i = 0; i < MT_NUM_LINKS; i++)
-        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
-            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->residual_dtype));
+        for (int64_t k = 0; k < m->links[i].num_buffers; k++) m->links[i].buffers[k] = mt_arena_alloc(arena, message);
 }
 
 static mt_carry mt_carry_plan(const mt_model *m, int64_t elements, mt_arena *arena) {
@@ -15439,6 +16046,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
         if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_has_encoder(m)) s->dencoder = mt_arena_alloc(arena, R * m->C * size);
     }
     int64_t start = arena->used;
     s->block_out = mt_arena_alloc(arena, R * m->C * size);
@@ -15502,6 +16110,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
     m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
     mt_plan_scratch(m, arena);
+    if (m->vision) mt_vision_plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
     for (int i = 0; i < m->num_contexts; i++) {
@@ -15528,10 +16137,22 @@ static void mt_plan_fp8(mt_model *m, mt_arena *arena) {
         l->fp8->inverse_scales = mt_at(inverse_scales, operand * MT_FP8_SCALE_STEP, MT_F32);
         if (f->recipe.keeps_weights)
             mt_fp8_allocate_weight(arena, l, l->fp8->gathered ? NULL : &l->fp8->w, &l->fp8->w_transposed);
-        if (l->fp8->gathered) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
+        if (l->fp8->num_amaxes > 0) l->fp8->w.inverse_scales = mt_arena_alloc(arena, l->fp8->num_amaxes * 4);
         f->recipe.scratch.capacity = mt_max(f->recipe.scratch.capacity, mt_fp8_scratch_bytes(l, rows, pieces));
     }
     m->bytes[MT_PLAN_FP8] = arena->used - start + f->recipe.scratch.capacity;
+}
+
+/* --lora-base-dtype fp8: the values of the largest frozen weight whose codes products do not read. */
+static void mt_plan_base(mt_model *m, mt_arena *arena) {
+    int64_t largest = 0, start = arena->used;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (!param->in_fp8 || param->continues) continue;
+        const mt_linear *l = (const mt_linear *)(const void *)mt_param_weight(m, param);
+        if (!l->fp8 || !l->fp8->gathered) largest = mt_max(largest, mt_max(l->num_experts, 1) * l->N * l->K);
+    }
+    m->base_values = mt_arena_alloc(arena, largest * mt_dtype_size(m->dtype));
+    m->bytes[MT_PLAN_FP8] += arena->used - start;
 }
 
 /* Assigns memory to everything from the arena; a counting arena measures the sizes. */
@@ -15550,7 +16171,9 @@ static void mt_plan_memory(mt_model *m, mt_arena *arena) {
     mt_plan_workspace(m, arena);
     mt_plan_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
+    m->bytes[MT_PLAN_FP8] = 0;
     if (m->fp8) mt_plan_fp8(m, arena);
+    mt_plan_base(m, arena);
 }
 
 int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
@@ -15561,6 +16184,9 @@ int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
 }
 
 /* ==== §15b creation =============================================================================================== */
+
+static void mt_vision_open(mt_model *m); // these two: §21
+static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb);
 
 /* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
@@ -15729,6 +16355,32 @@ static void mt_model_linears(mt_model *m) {
     }
 }
 
+/* --lora-base-dtype fp8: room for the parts of frozen weights. */
+static int mt_model_base(mt_model *m, mt_error *error) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        for (next = i + 1; next < m->num_params && m->params[next].continues;) next++;
+        if (!param->in_fp8) continue;
+        if (m->sharding->strategy == MT_SHARD_PARAMS)
+            return mt_error_set(error, "--lora-base-dtype fp8 keeps the frozen weights on every data-parallel rank; "
+                                       "take --data-parallel-sharding-strategy optim_grads, or leave it out");
+        mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
+        l->base = mt_model_calloc(m, (int64_t)sizeof *l->base);
+        l->base->parts = mt_model_calloc(m, (next - i) * (int64_t)sizeof *l->base->parts);
+        m->has_base = true;
+    }
+    return 0;
+}
+
+/* True if products read the codes of a frozen weight: as it is stored, its blocks are those of the whole operand. */
+static bool mt_fp8_reads_base(const mt_model *m, const mt_linear *l, const mt_param *param, const mt_fp8 *recipe) {
+    if (!l->base || recipe->weight_blocks != MT_FP8_BLOCK_128) return false;
+    if (l->K % 128 != 0 || l->N % MT_FP8_WIDTH != 0 || (l->num_experts > 1 && l->N % 128 != 0)) return false;
+    for (const mt_param *next = param + 1; next < m->params + m->num_params && next->continues; next++)
+        if (next[-1].rows % 128 != 0) return false;
+    return true;
+}
+
 /* Sizes and scales of the linears' adapters. */
 static void mt_model_adapters(mt_model *m) {
     enum { STRIDE = MT_LORA_B + 1 }; // of random keys; later roles do not change it, but have keys of their own
@@ -15778,20 +16430,18 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
 
 /* Gives the linears of layers their fp8 recipe. */
 static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t first = 0, end = INT64_MAX;
     if (!m->plan.train || o->fp8_format == MT_FP8_OFF) return 0;
     mt_fp8_model *f = m->fp8 = mt_model_calloc(m, (int64_t)sizeof *m->fp8);
     f->recipe = mt_fp8_recipes[o->fp8_recipe], f->recipe.wgrad = o->fp8_wgrad, f->recipe.version = 1;
     f->recipe.format = MT_F8_E4M3, f->recipe.gradient_format = o->fp8_format == MT_FP8_HYBRID ? MT_F8_E5M2 : MT_F8_E4M3;
-    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS, f->history_length = o->fp8_amax_history_len;
-    if (o->first_last_layers_bf16)
-        first = o->num_layers_at_start_in_bf16, end = o->num_layers - o->num_layers_at_end_in_bf16;
+    f->recipe.keeps_weights = m->sharding->strategy != MT_SHARD_PARAMS && !m->has_base;
+    f->history_length = o->fp8_amax_history_len;
     f->linears = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->linears);
     f->keys = mt_model_calloc(m, m->num_layers * MT_NUM_ROLES * (int64_t)sizeof *f->keys);
     for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
         mt_bucket *b = &m->buckets[param->bucket];
         int64_t number = param->layer, size = mt_dtype_size(b->dtype);
-        bool in_fp8 = param->takes_fp8 && number >= first && number < end;
+        bool in_fp8 = param->takes_fp8 && mt_layer_takes_fp8(o, number);
         if (!in_fp8 && !param->continues && param->offset * size < b->count) b->fp8_first = b->count * size;
         if (!in_fp8) continue;
         mt_linear *l = (mt_linear *)(void *)mt_param_weight(m, param);
@@ -15799,7 +16449,8 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         key->layer = number;
         snprintf(key->linear, sizeof key->linear, "%.*s", (int)strcspn(param->field_name, "."), param->field_name);
         l->fp8 = &f->linears[f->num_linears++], l->fp8->recipe = &f->recipe;
-        l->fp8->gathered = o->fp8_param_gather && b->strategy != MT_NO_SHARD;
+        bool reads_base = mt_fp8_reads_base(m, l, param, &f->recipe);
+        l->fp8->gathered = reads_base || (o->fp8_param_gather && b->strategy != MT_NO_SHARD);
         mt_layer *w = mt_layer_find(m, number);
         for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
             l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
@@ -15816,6 +16467,7 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
                                 (long long)l->K);
         if (!l->fp8->gathered) continue;
         l->fp8->w = (mt_fp8_matrix){.stride = l->K, .format = f->recipe.format, .blocks = f->recipe.weight_blocks};
+        if (reads_base) continue;
         l->fp8->num_amaxes = mt_fp8_num_scales(mt_max(l->num_experts, 1), l->N, l->K, f->recipe.weight_blocks);
         l->fp8->first_amax = b->num_fp8_amaxes, b->num_fp8_amaxes += l->fp8->num_amaxes;
     }
@@ -15899,6 +16551,7 @@ static void mt_model_micro_batches(mt_model *m) {
         for (int64_t i = 0; i < live[chunk]; i++, mb++) {
             *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
             mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
+            if (m->vision) mt_vision_open_batch(m, mb);
         }
     free(live);
     mt_arena batch = {0};
@@ -16035,6 +16688,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     }
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes), m->copied[i] = m->ops->event_create();
+        if (m->vision) m->vision->staged[i] = m->ops->memory_alloc_host(m->vision->block_bytes);
         m->trainer->pending[i].done = m->ops->event_create();
     }
     m->arena.base = m->ops->memory_alloc(m->arena.capacity);
@@ -16220,6 +16874,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     if (mt_loss_check(m, error) != 0) return -1;
     mt_model_shape(m, o);
     mt_model_stages(m, o);
+    mt_vision_open(m);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                               grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, o, &partition);
@@ -16240,7 +16895,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_adapters(m);
     if (m->plan.num_adapters > 0)
         m->adapter_tables = mt_model_calloc(m, m->plan.num_adapters * (int64_t)sizeof *m->adapter_tables);
-    if (mt_agree(&grid->world, mt_model_fp8(m, o, error) != 0, error) != 0) return -1; // a stage has its own layers
+    bool failed = mt_model_base(m, error) != 0 || mt_model_fp8(m, o, error) != 0;
+    if (mt_agree(&grid->world, failed, error) != 0) return -1; // a stage has its own layers
     mt_mtp_share(m);
     mt_model_slots(m, m->options);
     mt_model_links(m);
@@ -16298,7 +16954,7 @@ static int mt_model_check_taps(const mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    bool failed = mt_options_check_sizes(options, plan->train, error) != 0 ||
+    bool failed = mt_options_check_sizes(options, plan->train, error) != 0 || mt_vision_check(options, error) != 0 ||
                   mt_options_check_limits(options, &ops->limits, error) != 0;
     if (mt_agree(&grid->world, failed, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
@@ -16341,6 +16997,7 @@ static void mt_model_free_device(mt_model *m) {
     if (m->host_loss && m->host_loss->device_tap) m->ops->memory_free(m->host_loss->device_tap);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
+        if (m->vision) m->ops->memory_free_host(m->vision->staged[i]);
         m->ops->event_destroy(m->copied[i]);
         m->ops->event_destroy(m->trainer->pending[i].done);
     }
@@ -16401,7 +17058,8 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
     uint64_t role = (uint64_t)param->role + (mt_param_is_adapter(param) ? 128 + (uint64_t)param->adapts : 0);
-    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | role;
+    uint64_t part = (uint64_t)(param->expert + 1 + param->vision_part + 1);
+    uint64_t index = part << 40 | (uint64_t)(param->layer + 1) << 8 | role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
     if (param->init == MT_INIT_LOG_DECAY || param->init == MT_INIT_TIME_STEP) {
         mt_param_init_decays(m, param->init, shard, begin, end, key, first + begin - at);
@@ -16414,7 +17072,13 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    mt_shard shard = mt_state_shard(m, param, state);
+    bool quantizes = param->in_fp8 && state == MT_STATE_WEIGHTS;
+    int64_t bytes = shard.count * mt_dtype_size(m->dtype);
+    if (quantizes) { // drawn in the model's type first
+        shard.data = m->ops->memory_alloc_ordered(bytes, m->stream), shard.dtype = m->dtype;
+        m->ops->memory_zero(shard.data, bytes, m->stream);
+    }
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     // The parts of a dense MLP that is upcycled are chosen together: E / granularity rows, each repeated.
@@ -16427,6 +17091,16 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
         for (int64_t row = 0; row < rows; row++)
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
+    if (!quantizes) return;
+    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
+    mt_copy_wait(m, drawn, shard.data, bytes);
+    if (drawn != values) {
+        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
+        free(drawn);
+    }
+    mt_state_write(m, param, state, values);
+    free(values);
+    m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
 /* Master weights with a scale start as the weights, as in Transformer Engine. */
@@ -16844,7 +17518,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
     MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
     mt_arena arena = {0};
-    b->plan = *plan;
+    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX};
     mt_batch_alloc(&b->batch, plan->max_tokens);
     if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
@@ -17066,6 +17740,36 @@ static void mt_batcher_add_logits(mt_batcher *b, int64_t row, int64_t i) {
     b->logit_rows[b->num_logits] = (int32_t)row, b->logit_sequences[b->num_logits++] = i;
 }
 
+/* Keys that `count` tokens from position `at` on attend to. */
+static int64_t mt_prompt_keys(int64_t at, int64_t count) {
+    return count * at + count * (count + 1) / 2;
+}
+
+/* True if the forward may read no more of prompts. */
+static bool mt_prefill_is_full(const mt_batcher *b) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    return read->tokens >= most->tokens || (read->tokens > 0 && read->keys >= most->keys) ||
+           read->viewed > most->viewed;
+}
+
+/* The tokens of a prompt from position `at` on, of `count`, that the limits of the forward leave room for; the first
+ * `viewed` have views. The first token of all fits unless no token may be read. */
+static int64_t mt_prefill_fits(const mt_batcher *b, int64_t at, int64_t count, int64_t viewed) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    if (mt_prefill_is_full(b)) return 0;
+    int64_t least = read->tokens == 0 && most->tokens > 0, views = mt_min(b->plan.max_viewed, most->viewed);
+    int64_t low = 0, high = mt_min(count, most->tokens - read->tokens);
+    if (viewed > 0) high = mt_min(high, views - read->viewed);
+    while (low < high) { // the keys of `low` tokens fit, those of `high` + 1 do not
+        int64_t middle = low + (high - low + 1) / 2;
+        if (mt_prompt_keys(at, middle) <= most->keys - read->keys)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return mt_max(low, least);
+}
+
 /* Adds the uncached tokens of sequence i, as many as fit, as one span. */
 static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i) {
     mt_cache_slot *s = &b->slots[sequence->slot];
@@ -17074,9 +17778,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
-    if (is_prefill && b->max_prefill > 0) count = mt_min(count, b->max_prefill - b->num_prefill);
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
-    if (viewed > 0) count = mt_min(count, b->plan.max_viewed - b->num_viewed);
+    if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -17091,8 +17794,11 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
             (mt_span){.k_start = sequence->slot * b->plan.max_inputs, .k_len = sequence->num_inputs};
     b->batch.num_tokens += count;
     s->num_cached += count, s->used = b->num_forwards;
-    if (is_prefill) b->num_prefill += count;
-    viewed = mt_min(viewed, count), b->num_viewed += viewed;
+    viewed = mt_min(viewed, count);
+    if (is_prefill) {
+        b->prefill.tokens += count, b->prefill.viewed += viewed;
+        b->prefill.keys += mt_prompt_keys(cached, count);
+    }
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
     if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
 }
@@ -17140,8 +17846,9 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
 }
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
-    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = b->num_prefill = b->num_viewed = 0;
+    b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = 0;
     b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
+    b->prefill = (mt_prefill){.tokens = 0};
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
     for (int64_t i = 0; i < count; i++) {
@@ -17161,12 +17868,23 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     for (int64_t i = 0; i < count && b->batch.num_tokens < b->plan.max_tokens; i++) {
         if (sequences[i].slot >= 0 || sequences[i].finish != MT_UNFINISHED || mt_batcher_waits(b, sequences, i))
             continue;
-        if (b->max_prefill > 0 && b->num_prefill >= b->max_prefill) break;
+        if (mt_prefill_is_full(b)) break;
         if (!mt_batcher_admit(b, sequences, count, i)) break;
         mt_batcher_add(b, &sequences[i], i);
     }
     if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
+}
+
+mt_streams mt_batcher_streams(const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
+    mt_streams streams = {.count = 0};
+    for (int64_t i = 0; i < count; i++) {
+        const mt_sequence *sequence = &sequences[i];
+        bool writes = sequence->finish == MT_UNFINISHED && sequence->num_tokens > sequence->num_prompt;
+        if (!writes || sequence->slot < 0 || b->slots[sequence->slot].num_cached + 1 != sequence->num_tokens) continue;
+        streams.count++, streams.keys += sequence->num_tokens;
+    }
+    return streams;
 }
 
 void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
@@ -17380,19 +18098,28 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     mt_generator_totals *totals = &g->totals;
     if (mt_batcher_next(g->batcher, sequences, count) == 0 && !g->together) return 0;
     int status = mt_generator_forward(g, sequences, error);
-    totals->prefill_tokens += g->batcher->num_prefill;
-    totals->decode_tokens += g->batcher->num_prefill ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits - g->batcher->num_viewed;
-    *(g->batcher->num_prefill ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
+    const mt_prefill *read = &g->batcher->prefill;
+    totals->prefill_tokens += read->tokens;
+    totals->decode_tokens += read->tokens > 0 ? 0 : g->batcher->num_logits;
+    totals->new_tokens += g->batcher->num_logits - read->viewed;
+    *(read->tokens > 0 ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
     if (sums[1] == 0) return (int64_t)sums[0];
     return g->together ? mt_agree(g->together, status != 0, error) : -1;
 }
 
-void mt_generator_limit_prefill(mt_generator *g, int64_t tokens) {
-    MT_CHECK(tokens > 0);
-    g->batcher->max_prefill = tokens;
+void mt_generator_limit_prefill(mt_generator *g, const mt_prefill *limit) {
+    MT_CHECK(limit->tokens >= 0);
+    g->batcher->max_prefill = *limit;
+}
+
+mt_prefill mt_generator_read_prefill(const mt_generator *g) {
+    return g->batcher->prefill;
+}
+
+mt_streams mt_generator_streams(const mt_generator *g, const mt_sequence *sequences, int64_t count) {
+    return mt_batcher_streams(g->batcher, sequences, count);
 }
 
 bool mt_generator_agree(const mt_generator *g, bool wanted) {
@@ -20198,7 +20925,8 @@ static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p) {
 
 static void mt_cross_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, groups = mt_layer_groups(m, w);
-    MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
+    mt_slot *q = MT_SLOT(s, cross_q, T, m->H * m->D, m->dtype);
+    q->stash_of = offsetof(mt_layer, cross_q), q->input = MT_OFFLOAD_CORE_ATTN;
     MT_SLOT(s, cross_kv, T, groups * (m->D + m->Dv), m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
     mt_core_attention_slots(m, s);
 }
@@ -20236,7 +20964,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_layer_scratch *s = &m->scratch;
     void *dq = s->dqkv, *dkv = mt_at(s->dqkv, m->plan.max_tokens * m->H * m->D, m->dtype);
     mt_pass encoder = mt_encoder_pass(m, p);
-    MT_CHECK(!d->left && p->halves == MT_BACKWARD_BOTH);
+    MT_CHECK(!d->left);
     mt_deferred out = mt_attention_out_backward(p, w, a, offsetof(mt_activations, attended), d->dout, s->dattended);
     mt_attention call = mt_cross_call(m, p, w, a);
     call.dq = dq, call.dk = dkv, call.dv = mt_at(dkv, w->G * m->D, m->dtype);
@@ -20245,6 +20973,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->memory_zero(dkv, encoder.T * call.k_stride * mt_dtype_size(m->dtype), p->stream);
     mt_attend_backward(m->ops, &call, m->dtype, p->stream);
     mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
+    // a split backward defers no product with the memory, whose dy has no stash
     mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
     mt_add_to(m, &encoder, s->dmemory, s->dinput);
     mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
@@ -20265,28 +20994,38 @@ static double mt_cross_multiplications(const mt_options *o, int64_t layer) {
     return C * heads * (D + Dv) + of_memory * C * groups * (D + Dv) + heads * (D + Dv) * keys;
 }
 
+/* The keys and values of a memory, of the chunk's layers of cross attention, for one place of the cache. */
+static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t slot) {
+    int64_t chunk = encoder->mb->chunk;
+    for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
+        const mt_layer *w = &m->layers[i];
+        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
+        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
+        mt_bucket_acquire(m, w->bucket);
+        mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
+        mt_bucket_release(m, w->bucket);
+    }
+}
+
 void mt_model_encode(mt_model *m, int64_t slot, const int32_t *inputs, int64_t n) {
-    mt_micro_batch *mb = mt_micro_batch_find(m, 0, -1);
     int32_t start = 0; // of the decoder, whose tokens this pass has not
     mt_span one = {.q_len = 1, .k_len = 1, .causal = true}, whole = {.q_len = n, .k_len = n};
     mt_batch batch = {.num_tokens = 1, .tokens = &start, .positions = &start, .num_spans = 1, .spans = &one};
     MT_CHECK(mt_has_encoder(m) && n >= 1 && n <= m->plan.max_inputs && slot >= 0 && slot < m->plan.cache_sequences);
     batch.encoder = (mt_encoder_batch){.num_tokens = n, .num_spans = 1, .spans = &whole};
     batch.encoder.tokens = memcpy(m->inputs, inputs, (size_t)n * 4);
-    (void)mt_batch_block_open(m, mb, &batch, 0);
-    mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
-    int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
-    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
-    mt_encoder_forward(m, &encoder);
-    for (mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
-        if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[w - m->layers], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
-        mt_linear_io kv = {.x = mb->encoder.output.norm.y, .y = place};
-        mt_bucket_acquire(m, w->bucket);
-        mt_linear_forward(mt_linears(&encoder), &w->cross_kv, &kv);
-        mt_bucket_release(m, w->bucket);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
+        (void)mt_batch_block_open(m, mb, &batch, 0);
+        mt_pass p = mt_pass_begin(m, mb), encoder = mt_encoder_pass(m, &p);
+        int64_t bytes = (char *)(mb->batch.encoder_spans + 1) - mb->device_batch;
+        p.encode = true;
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+        if (!mt_ends_in_encoder(m, chunk)) mt_chunk_keep_memory(m, &encoder, slot);
+        m->ops->stream_synchronize(m->stream); // the next pass fills the same block
     }
-    m->ops->stream_synchronize(m->stream); // the next pass fills the same block
 }
 
 /* Parts and layouts that encoder-decoders do not have, or that are not tried with them. */
@@ -20295,10 +21034,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
         {o->context_parallel_size > 1,
          "--context-parallel-size %lld: an encoder-decoder keeps its sequences whole; leave it out",
          {o->context_parallel_size}},
-        {o->pipeline_model_parallel_size > 1,
-         "--pipeline-model-parallel-size %lld: an encoder-decoder is one stage so far; leave it out, and take "
-         "--tensor-model-parallel-size",
-         {o->pipeline_model_parallel_size}},
         {.broken = o->fp8_format != MT_FP8_OFF,
          .message = "--fp8-format: an encoder-decoder computes in fp32, bf16 or fp16 so far; leave it out"},
         {.broken = o->lora_rank > 0, .message = "--lora-rank: an encoder-decoder has no adapters so far; leave it out"},
@@ -20336,3 +21071,729 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .multiplications = mt_cross_multiplications,
                                             .check = mt_cross_check,
                                             .check_limits = mt_cross_check_limits};
+
+/* ==== §21 vision ================================================================================================== */
+/* The tower before a decoder of the Qwen-VL line. An image is a grid of patches; the tower is a string of layers over
+ * the patches of all images of a micro-batch, whose spans are the images, or windows of them:
+ *
+ *   patches [P, numbers] -> input: linear, plus learned positions -> layers [P, Cv] -> merger [P / M, C]
+ *
+ * A merger joins a square of M patches to one token of the decoder. Each image has as many placeholders among the
+ * decoder's tokens: their embeddings are 0, and merger 0 is added to them (mt_vision_add); mergers of deepstack, behind
+ * other layers of the tower, are added to the outputs of the decoder's first layers at the same rows (Meng et al.,
+ * "DeepStack"). The backward takes the gradients at these places (mt_vision_take), then runs the tower backwards.
+ * Tokens of an image have three coordinates, by which RoPE rotates different channels; the host computes the cosines of
+ * each token. The tower is on the stage with the embedding, and whole on every tensor-parallel rank. Invariants: with
+ * windows, the host puts the patches in the order of windows, so that every span is contiguous, in a window and in an
+ * image; a micro-batch without images computes nothing, but each backward completes the tower's gradients, as ranks
+ * reduce them together. */
+
+/* Saved values of a layer. Cv, F as in mt_vision_layer. */
+typedef struct mt_vision_values {
+    mt_normed norm1, norm2; // [P, Cv]
+    void *qkv;              // [P, 3 Cv], q and k rotated
+    void *attended;         // [P, Cv]
+    float *lse;             // [P, heads]
+    void *middle;           // [P, Cv] the residual stream between the blocks
+    void *fc1, *active;     // [P, F] or [P, 2F], [P, F]
+} mt_vision_values;
+
+/* Saved values of a merger. */
+typedef struct mt_merger_values {
+    mt_normed norm;     // [P, Cv]
+    void *fc1, *active; // [P / M, M Cv]
+    void *out, *dout;   // [P / M, C] features of the tokens, and their gradient
+} mt_merger_values;
+
+typedef struct mt_vision_scratch {
+    void *sum;       // [P, Cv] a block's output before it is added
+    void *dhidden;   // [P, Cv] gradient of the residual stream
+    void *dnormed;   // [P, Cv] of a norm's output
+    void *dattended; // [P, Cv]
+    void *dqkv;      // [P, 3 Cv]
+    void *dfc1;      // [P, 2F], or of a merger
+    void *dactive;   // [P, F], likewise
+    float *row_dot;  // [P, heads]
+} mt_vision_scratch;
+
+static const float mt_vision_epsilon = 1e-6f; // of all norms of the tower
+
+static bool mt_has_images(const mt_pass *p) {
+    return p->mb->vision.num_tokens > 0;
+}
+
+static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return m->vision && mt_has_images(p) && layer + 1 < m->vision->num_mergers;
+}
+
+/* ---- the layers of the tower */
+
+/* The pass over rows that are patches or tokens of images: [rows, any width], whole on every rank. */
+static mt_pass mt_vision_pass(const mt_pass *p, int64_t rows) {
+    mt_pass pass = *p;
+    pass.T = pass.rows = pass.tp.T = pass.tp.rows = rows, pass.first_row = 0, pass.tp.sequence_parallel = false;
+    return pass;
+}
+
+/* Operands of a norm of [rows, C]; x, y, dy, dx are set by the caller. */
+static mt_norm_args mt_vision_norm(int64_t rows, int64_t C, const mt_norm *w, const mt_normed *n) {
+    return (mt_norm_args){.T = rows,
+                          .H = 1,
+                          .C = C,
+                          .w = w->weight.w,
+                          .b = w->bias.w,
+                          .dw = w->weight.dw,
+                          .db = w->bias.dw,
+                          .y = n->y,
+                          .mean = n->mean,
+                          .rstd = n->rstd,
+                          .x_stride = C,
+                          .y_stride = C,
+                          .dx_stride = C,
+                          .dy_stride = C,
+                          .eps = mt_vision_epsilon};
+}
+
+/* RoPE of a patch's row and column, of q and k or of their gradients, in place. */
+static mt_rope_args mt_vision_rope(const mt_model *m, const mt_pass *p, void *qkv) {
+    const mt_vision *t = m->vision;
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_rope_args rope = {.T = v->num_patches, .H = 2 * t->C / t->D, .D = t->D, .x = qkv, .y = qkv};
+    rope.x_stride = rope.y_stride = 3 * t->C;
+    rope.rotation = (mt_rotation){.cos = v->cos, .sin = v->sin, .positions = v->numbers, .R = t->D};
+    return rope;
+}
+
+/* Attention of a layer, over images or windows. */
+static mt_attention mt_vision_attention(const mt_model *m, const mt_pass *p, int64_t layer, const mt_vision_values *a) {
+    const mt_vision *t = m->vision;
+    const mt_vision_batch *v = &p->mb->vision;
+    bool whole = m->options->vision.tower == MT_VISION_QWEN3 || m->options->vision.full_layers >> layer & 1;
+    mt_attention call = {.num_heads = t->C / t->D, .num_groups = t->C / t->D, .head_size = t->D, .value_size = t->D};
+    call.q = a->qkv, call.k = mt_at(a->qkv, t->C, m->dtype), call.v = mt_at(a->qkv, 2 * t->C, m->dtype);
+    call.q_stride = call.k_stride = call.v_stride = 3 * t->C, call.out_stride = t->C;
+    call.out = a->attended, call.lse = a->lse, call.scale = (float)(1 / sqrt((double)t->D));
+    call.spans = (mt_spans){.host = v->host_images, .device = v->images, .count = v->num_images};
+    if (!whole) call.spans = (mt_spans){.host = v->host_windows, .device = v->windows, .count = v->num_windows};
+    call.backend = m->options->attention_backend;
+    return call;
+}
+
+static mt_activation_args mt_vision_activation(const mt_model *m, int64_t rows, const mt_vision_values *a) {
+    bool gated = m->options->vision.tower == MT_VISION_QWEN2_5;
+    mt_activation_args f = {.T = rows, .F = m->vision->F, .x = a->fc1, .y = a->active};
+    f.activation = gated ? MT_ACTIVATION_SWIGLU : MT_ACTIVATION_GELU_TANH;
+    return f;
+}
+
+/* The values of a layer: its own, or the set of all. */
+static mt_vision_values *mt_vision_values_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return p->mb->vision.layers ? &p->mb->vision.layers[layer] : m->vision->shared;
+}
+
+/* out[P, Cv] of layer `i` from its input x. */
+static void mt_vision_layer_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *out) {
+    const mt_vision_layer *w = &m->vision->layers[i];
+    mt_vision_values *a = mt_vision_values_of(m, p, i);
+    mt_vision_scratch *s = m->vision->scratch;
+    int64_t P = p->rows, C = m->vision->C;
+    mt_rope_args rope = mt_vision_rope(m, p, a->qkv);
+    mt_attention attention = mt_vision_attention(m, p, i, a);
+    mt_activation_args activation = mt_vision_activation(m, P, a);
+    mt_bucket_acquire(m, w->bucket);
+    mt_norm_args norm1 = mt_vision_norm(P, C, &w->norm1, &a->norm1);
+    norm1.x = x;
+    mt_norm_forward_of(m, p, &norm1);
+    mt_linear_forward(mt_linears(p), &w->qkv, &(mt_linear_io){.x = a->norm1.y, .y = a->qkv});
+    m->ops->rope_forward(&rope, m->dtype, p->stream);
+    m->ops->attention_forward(&attention, m->dtype, p->stream);
+    mt_linear_forward(mt_linears(p), &w->o, &(mt_linear_io){.x = a->attended, .y = s->sum});
+    m->ops->add(a->middle, x, s->sum, P * C, m->dtype, p->stream);
+    mt_norm_args norm2 = mt_vision_norm(P, C, &w->norm2, &a->norm2);
+    norm2.x = a->middle;
+    mt_norm_forward_of(m, p, &norm2);
+    mt_linear_forward(mt_linears(p), &w->fc1, &(mt_linear_io){.x = a->norm2.y, .y = a->fc1});
+    m->ops->activation_forward(&activation, m->dtype, p->stream);
+    mt_linear_forward(mt_linears(p), &w->fc2, &(mt_linear_io){.x = a->active, .y = s->sum});
+    if (out) m->ops->add(out, a->middle, s->sum, P * C, m->dtype, p->stream);
+    mt_bucket_release(m, w->bucket);
+}
+
+/* scratch.dhidden[P, Cv]: the gradient of the layer's output in, that of its input x out. */
+static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
+    const mt_vision_layer *w = &m->vision->layers[i];
+    mt_vision_scratch *s = m->vision->scratch;
+    int64_t P = p->rows, C = m->vision->C;
+    if (!p->mb->vision.layers) mt_vision_layer_forward(m, p, i, x, NULL); // recomputes
+    const mt_vision_values *a = mt_vision_values_of(m, p, i);
+    mt_bucket_acquire(m, w->bucket);
+    mt_bucket_gradients_acquire(m, w->bucket);
+    mt_linear_io fc2 = {.x = a->active, .dy = s->dhidden, .dx = s->dactive};
+    mt_linear_backward(mt_linears(p), &w->fc2, &fc2, MT_BACKWARD_BOTH);
+    mt_activation_args activation = mt_vision_activation(m, P, a);
+    activation.dy = s->dactive, activation.dx = s->dfc1;
+    m->ops->activation_backward(&activation, m->dtype, p->stream);
+    mt_linear_io fc1 = {.x = a->norm2.y, .dy = s->dfc1, .dx = s->dnormed};
+    mt_linear_backward(mt_linears(p), &w->fc1, &fc1, MT_BACKWARD_BOTH);
+    mt_norm_args norm2 = mt_vision_norm(P, C, &w->norm2, &a->norm2);
+    norm2.x = a->middle, norm2.dy = s->dnormed, norm2.dresidual = norm2.dx = s->dhidden;
+    mt_norm_backward_of(m, p, &norm2);
+    mt_linear_io o = {.x = a->attended, .dy = s->dhidden, .dx = s->dattended};
+    mt_linear_backward(mt_linears(p), &w->o, &o, MT_BACKWARD_BOTH);
+    mt_attention attention = mt_vision_attention(m, p, i, a);
+    attention.dout = s->dattended, attention.row_dot = s->row_dot, attention.dq = s->dqkv;
+    attention.dk = mt_at(s->dqkv, C, m->dtype), attention.dv = mt_at(s->dqkv, 2 * C, m->dtype);
+    m->ops->attention_backward(&attention, m->dtype, p->stream);
+    mt_rope_args rope = mt_vision_rope(m, p, s->dqkv);
+    m->ops->rope_backward(&rope, m->dtype, p->stream);
+    mt_linear_io qkv = {.x = a->norm1.y, .dy = s->dqkv, .dx = s->dnormed};
+    mt_linear_backward(mt_linears(p), &w->qkv, &qkv, MT_BACKWARD_BOTH);
+    mt_norm_args norm1 = mt_vision_norm(P, C, &w->norm1, &a->norm1);
+    norm1.x = x, norm1.dy = s->dnormed, norm1.dresidual = norm1.dx = s->dhidden;
+    mt_norm_backward_of(m, p, &norm1);
+    mt_bucket_gradients_release(m, w->bucket, p->last);
+    mt_bucket_release(m, w->bucket);
+}
+
+/* ---- mergers */
+
+/* The norm of merger 0 is of each patch, that of deepstack of the M patches of a token together. */
+static mt_norm_args mt_merger_norm(const mt_model *m, const mt_pass *p, int64_t i, const mt_merger_values *a) {
+    int64_t together = i > 0 ? m->vision->M : 1;
+    return mt_vision_norm(p->rows / together, m->vision->C * together, &m->vision->mergers[i].norm, &a->norm);
+}
+
+static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass *tokens, const mt_merger_values *a) {
+    return (mt_activation_args){.T = tokens->rows,
+                                .F = m->vision->M * m->vision->C,
+                                .activation = MT_ACTIVATION_GELU,
+                                .x = a->fc1,
+                                .y = a->active};
+}
+
+/* Features of the tokens from x[P, Cv]. */
+static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
+    const mt_merger *w = &m->vision->mergers[i];
+    mt_merger_values *a = &p->mb->vision.mergers[i];
+    mt_pass tokens = mt_vision_pass(p, p->rows / m->vision->M);
+    mt_activation_args activation = mt_merger_activation(m, &tokens, a);
+    mt_bucket_acquire(m, w->bucket);
+    mt_norm_args norm = mt_merger_norm(m, p, i, a);
+    norm.x = x;
+    mt_norm_forward_of(m, p, &norm);
+    mt_linear_forward(mt_linears(&tokens), &w->fc1, &(mt_linear_io){.x = a->norm.y, .y = a->fc1});
+    m->ops->activation_forward(&activation, m->dtype, p->stream);
+    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = a->out});
+    mt_bucket_release(m, w->bucket);
+}
+
+/* Adds to scratch.dhidden the gradient of x, or with `first` writes it. */
+static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, bool first) {
+    const mt_merger *w = &m->vision->mergers[i];
+    const mt_merger_values *a = &p->mb->vision.mergers[i];
+    mt_vision_scratch *s = m->vision->scratch;
+    mt_pass tokens = mt_vision_pass(p, p->rows / m->vision->M);
+    mt_bucket_acquire(m, w->bucket);
+    mt_bucket_gradients_acquire(m, w->bucket);
+    mt_linear_io fc2 = {.x = a->active, .dy = a->dout, .dx = s->dactive};
+    mt_linear_backward(mt_linears(&tokens), &w->fc2, &fc2, MT_BACKWARD_BOTH);
+    mt_activation_args activation = mt_merger_activation(m, &tokens, a);
+    activation.dy = s->dactive, activation.dx = s->dfc1;
+    m->ops->activation_backward(&activation, m->dtype, p->stream);
+    mt_linear_io fc1 = {.x = a->norm.y, .dy = s->dfc1, .dx = s->dnormed};
+    mt_linear_backward(mt_linears(&tokens), &w->fc1, &fc1, MT_BACKWARD_BOTH);
+    mt_norm_args norm = mt_merger_norm(m, p, i, a);
+    norm.x = x, norm.dy = s->dnormed, norm.dx = s->dhidden, norm.dresidual = first ? NULL : s->dhidden;
+    mt_norm_backward_of(m, p, &norm);
+    mt_bucket_gradients_release(m, w->bucket, p->last);
+    mt_bucket_release(m, w->bucket);
+}
+
+/* x[R, C] += the features of a merger at the rows of their tokens. */
+static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x) {
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .in = v->mergers[merger].out, .position = v->token_of_row};
+    rows.base = rows.out = x;
+    m->ops->combine_rows(&rows, m->dtype, p->stream);
+}
+
+/* The gradient of these features from dx[R, C]; zeros for tokens of other ranks. */
+static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx) {
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token, .from = dx};
+    rows.to = v->mergers[merger].dout;
+    m->ops->gather_rows(&rows, m->dtype, p->stream);
+}
+
+/* ---- the input: patches, and learned positions, each a weighted sum of four, the corners around a patch */
+
+enum { MT_VISION_TAPS = 4 };
+
+static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
+    const mt_vision_input *w = &m->vision->input;
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_vision_scratch *s = m->vision->scratch;
+    int64_t P = p->rows, C = m->vision->C;
+    mt_bucket_acquire(m, w->bucket);
+    m->ops->convert(v->x, m->dtype, v->patches, MT_F32, P * mt_patch_values(m->options), p->stream);
+    mt_linear_forward(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .y = out});
+    for (int i = 0; i < MT_VISION_TAPS && w->positions.w; i++) {
+        m->ops->gather_rows(&(mt_row_args){P, C, v->taps + i * P, .from = w->positions.w, .to = s->sum}, m->dtype,
+                            p->stream);
+        m->ops->scale_rows_forward(&(mt_scale_rows_args){P, C, v->tap_weights + i * P, .x = s->sum, .y = s->sum},
+                                   m->dtype, p->stream);
+        m->ops->add(out, out, s->sum, P * C, m->dtype, p->stream);
+    }
+    mt_bucket_release(m, w->bucket);
+}
+
+static void mt_vision_input_backward(mt_model *m, const mt_pass *p) {
+    const mt_vision_input *w = &m->vision->input;
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_vision_scratch *s = m->vision->scratch;
+    int64_t P = p->rows, C = m->vision->C, count = m->options->vision.num_positions;
+    mt_bucket_acquire(m, w->bucket);
+    mt_bucket_gradients_acquire(m, w->bucket);
+    mt_linear_backward_weight(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .dy = s->dhidden});
+    for (int i = 0; i < MT_VISION_TAPS && w->positions.dw; i++) {
+        m->ops->scale_rows_forward(&(mt_scale_rows_args){P, C, v->tap_weights + i * P, .x = s->dhidden, .y = s->sum},
+                                   m->dtype, p->stream);
+        m->ops->scatter_add_rows(
+            &(mt_row_args){P, C, v->taps + i * P, .from = s->sum, .to = w->positions.dw, .count = count}, m->dtype,
+            p->stream);
+    }
+    mt_bucket_gradients_release(m, w->bucket, p->last);
+    mt_bucket_release(m, w->bucket);
+}
+
+/* ---- the tower */
+
+/* The merger behind a layer of the tower: of deepstack, or 0 of the last one; -1: none. */
+static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
+    uint64_t layers = m->options->vision.deepstack_layers;
+    int64_t merger = 1;
+    if (m->vision->num_mergers == 1 || !(layers >> layer & 1)) return -1;
+    for (int64_t i = 0; i < layer; i++) merger += layers >> i & 1;
+    return merger;
+}
+
+static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_pass patches = mt_vision_pass(p, v->num_patches);
+    if (!mt_has_images(p)) return;
+    mt_vision_input_forward(m, &patches, v->hidden[0]);
+    for (int64_t i = 0; i < m->vision->num_layers; i++) {
+        mt_vision_layer_forward(m, &patches, i, v->hidden[i], v->hidden[i + 1]);
+        int64_t merger = mt_deepstack_of(m, i);
+        if (merger > 0) mt_merger_forward(m, &patches, merger, v->hidden[i + 1]);
+    }
+    mt_merger_forward(m, &patches, 0, v->hidden[m->vision->num_layers]);
+}
+
+/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing. */
+static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket) {
+    if (!m->buckets[bucket].trained) return;
+    mt_bucket_gradients_acquire(m, bucket);
+    mt_bucket_zero_unwritten(m, bucket);
+    mt_bucket_gradients_release(m, bucket, p->last);
+}
+
+/* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
+ * frozen, nothing does. */
+static void mt_vision_backward(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = &p->mb->vision;
+    mt_vision *t = m->vision;
+    mt_pass patches = mt_vision_pass(p, v->num_patches);
+    bool tower = m->buckets[t->input.bucket].trained, mergers = m->buckets[t->mergers[0].bucket].trained;
+    bool runs = mt_has_images(p) && (tower || mergers);
+    for (int64_t i = t->num_layers; i >= 0; i--) {
+        int64_t merger = i == t->num_layers ? 0 : -1;
+        if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], true);
+        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket);
+        merger = i > 0 ? mt_deepstack_of(m, i - 1) : -1;
+        if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], false);
+        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket);
+        if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1]);
+        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket);
+    }
+    if (runs && tower)
+        mt_vision_input_backward(m, &patches);
+    else
+        mt_vision_skip(m, p, t->input.bucket);
+}
+
+/* ---- inputs, on the host */
+
+/* The coordinate (0 frame, 1 row, 2 column) by which pair i of a head's rotary channels rotates. */
+static int mt_mrope_coordinate(const mt_options *o, int64_t i) {
+    const int64_t *section = o->mrope_section.items;
+    if (o->mrope_section.count == 0) return 0;
+    if (o->mrope_interleaved) return i % 3 > 0 && i < 3 * section[i % 3] ? (int)(i % 3) : 0;
+    return i < section[0] ? 0 : i < section[0] + section[1] ? 1 : 2;
+}
+
+static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
+    const mt_vision_batch *v = &p->mb->vision;
+    return (mt_rotation){.cos = v->rope_cos,
+                         .sin = v->rope_sin,
+                         .positions = v->numbers + first_row,
+                         .R = m->rotary_dim,
+                         .interleaved = m->options->rotary_interleaved};
+}
+
+/* Assigns the arrays of images of P patches beside T tokens; on the stage with the embedding also those of the tower.
+ */
+static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *arena, int64_t T, int64_t P,
+                               bool tower) {
+    int64_t tokens = P / m->vision->M, half = m->rotary_dim / 2;
+    v->rope_cos = mt_arena_alloc(arena, T * half * 4), v->rope_sin = mt_arena_alloc(arena, T * half * 4);
+    v->numbers = mt_arena_alloc(arena, mt_max(T, P) * 4), v->token_of_row = mt_arena_alloc(arena, T * 4);
+    if (!tower) return;
+    v->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
+    v->cos = mt_arena_alloc(arena, P * m->vision->D / 2 * 4), v->sin = mt_arena_alloc(arena, P * m->vision->D / 2 * 4);
+    v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
+    v->tap_weights = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
+    v->images = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
+    v->windows = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
+    v->row_of_token = mt_arena_alloc(arena, tokens * 4);
+}
+
+/* The rows of the residual stream of each image's tokens, in order, and the cosines of all tokens. A token of text has
+ * one coordinate, its position; the tokens of an image begin there, and the text behind it at its longer side. */
+static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *rows, const mt_vision_batch *host) {
+    const mt_options *o = m->options;
+    int64_t side = o->vision.spatial_merge_size, half = m->rotary_dim / 2, image = 0;
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        int64_t t = batch->spans[s].q_start, end = t + batch->spans[s].q_len, position = batch->positions[t];
+        while (t < end) {
+            bool is_image = batch->tokens[t] == o->vision.image_token_id;
+            const mt_image_grid *grid = is_image ? &batch->images.grids[image++] : NULL;
+            int64_t height = grid ? grid->height / side : 1, width = grid ? grid->width / side : 1;
+            for (int64_t k = 0; k < height * width; k++, t++) {
+                int64_t at[3] = {position, position + k / width, position + k % width};
+                for (int64_t i = 0; i < half; i++) {
+                    double frequency = mt_rope_frequency(o, MT_ROPE_MODEL, i, m->rotary_dim);
+                    double angle = (double)at[mt_mrope_coordinate(o, i)] * frequency;
+                    host->rope_cos[t * half + i] = (float)cos(angle);
+                    host->rope_sin[t * half + i] = (float)sin(angle);
+                }
+                if (grid) *rows++ = (int32_t)t;
+            }
+            position += mt_max(height, width);
+        }
+    }
+}
+
+/* Learned positions around patch (row, column) of an image: the grid of positions is stretched over the image. */
+static void mt_vision_tap(const mt_options *o, const mt_image_grid *grid, int64_t row, int64_t column, int64_t stride,
+                          int32_t *taps, float *weights) {
+    int64_t side = 1;
+    while ((side + 1) * (side + 1) <= o->vision.num_positions) side++;
+    float at[2] = {(float)row * (float)(side - 1) / (float)mt_max(grid->height - 1, 1),
+                   (float)column * (float)(side - 1) / (float)mt_max(grid->width - 1, 1)};
+    for (int i = 0; i < MT_VISION_TAPS; i++) {
+        float weight = 1;
+        int64_t corner[2];
+        for (int d = 0; d < 2; d++) {
+            int next = d == 0 ? i / 2 : i % 2;
+            corner[d] = mt_min((int64_t)at[d] + next, side - 1);
+            weight *= 1 - fabsf(at[d] - floorf(at[d]) - (float)next);
+        }
+        taps[i * stride] = (int32_t)(corner[0] * side + corner[1]), weights[i * stride] = weight;
+    }
+}
+
+/* The patches of token (row, column) of an image, which become patches [to, to + M) of the tower. */
+static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t row,
+                                 int64_t column, int64_t to, const mt_vision_batch *host) {
+    const mt_options *o = m->options;
+    int64_t side = o->vision.spatial_merge_size, M = m->vision->M, D = m->vision->D, values = mt_patch_values(o);
+    int64_t from = (row * (grid->width / side) + column) * M;
+    memcpy(host->patches + to * values, patches + from * values, (size_t)(M * values) * 4);
+    for (int64_t k = 0; k < M; k++) {
+        int64_t at[2] = {row * side + k / side, column * side + k % side}, patch = to + k;
+        for (int64_t i = 0; i < D / 2; i++) { // the first half of the pairs rotate by the row
+            double frequency = pow(10000, -(double)(i % (D / 4)) / (double)(D / 4));
+            double angle = (double)at[i / (D / 4)] * frequency;
+            host->cos[patch * D / 2 + i] = (float)cos(angle), host->sin[patch * D / 2 + i] = (float)sin(angle);
+        }
+        if (o->vision.num_positions > 0)
+            mt_vision_tap(o, grid, at[0], at[1], host->num_patches, host->taps + patch, host->tap_weights + patch);
+    }
+}
+
+/* An image's patches, in the order of windows where the tower has them; rows: of its tokens. */
+static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t first,
+                                 const int32_t *rows, mt_vision_batch *v, const mt_vision_batch *host) {
+    const mt_vision_options *o = &m->options->vision;
+    int64_t height = grid->height / o->spatial_merge_size, width = grid->width / o->spatial_merge_size;
+    int64_t M = m->vision->M, tall = height, wide = width, to = first;
+    if (o->tower == MT_VISION_QWEN2_5) tall = wide = mt_max(o->window_size / o->patch_size / o->spatial_merge_size, 1);
+    for (int64_t top = 0; top < height; top += tall)
+        for (int64_t left = 0; left < width; left += wide) {
+            int64_t begin = to, bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
+            for (int64_t row = top; row < bottom; row++)
+                for (int64_t column = left; column < right; column++, to += M) {
+                    mt_vision_token_load(m, grid, patches, row, column, to, host);
+                    host->row_of_token[to / M] = rows[row * width + column];
+                }
+            v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
+        }
+    v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+}
+
+/* Fills the inputs of a micro-batch's images and enqueues their copy; the placeholders among block->tokens become -1,
+ * whose embedding is 0. */
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
+    const mt_image_batch *images = &batch->images;
+    mt_vision_batch *v = &mb->vision;
+    bool tower = m->stages[mb->chunk].embedding;
+    int64_t M = m->vision->M, T = batch->num_tokens, P = 0;
+    for (int64_t i = 0; i < images->num_images; i++) P += images->grids[i].height * images->grids[i].width;
+    v->num_patches = P, v->num_tokens = P / M, v->num_images = v->num_windows = 0;
+    if (P == 0) return;
+    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
+    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
+    mt_vision_block_at(m, v, &on_device, T, P, tower);
+    mt_vision_batch host = *v;
+    mt_vision_block_at(m, &host, &on_host, T, P, tower);
+    int32_t *rows = mt_malloc(v->num_tokens * 4), *row = rows; // of tokens in the order of the images
+    int64_t first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, first = 0;
+    mt_vision_place(m, batch, rows, &host);
+    for (int64_t t = 0; t < mt_max(T, P); t++) host.numbers[t] = (int32_t)t;
+    for (int64_t t = 0; t < T; t++) host.token_of_row[t] = -1;
+    for (int64_t k = 0; k < v->num_tokens; k++) block->tokens[rows[k]] = -1;
+    for (int64_t i = 0; i < images->num_images && tower; i++) {
+        const mt_image_grid *grid = &images->grids[i];
+        const float *patches = images->patches + first * mt_patch_values(m->options);
+        mt_vision_image_load(m, grid, patches, first, row, v, &host);
+        first += grid->height * grid->width, row += grid->height * grid->width / M;
+    }
+    for (int64_t k = 0; k < v->num_tokens && tower; k++) {
+        int64_t here = host.row_of_token[k] - first_row;
+        bool held = here >= 0 && here < mb->rows;
+        host.row_of_token[k] = held ? (int32_t)here : -1;
+        if (held) host.token_of_row[here] = (int32_t)k;
+    }
+    if (tower) memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
+    if (tower) memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    free(rows);
+    m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+}
+
+/* Images of a batch, and their placeholders: a micro-batch without images may have the token, as text. */
+static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    const mt_image_batch *images = &batch->images;
+    int64_t side = m->options->vision.spatial_merge_size, token = m->options->vision.image_token_id, P = 0, image = 0;
+    if (images->num_images == 0) return 0;
+    if (!m->vision)
+        return mt_error_set(error, "%lld images, and the model has no vision tower", (long long)images->num_images);
+    for (int64_t i = 0; i < images->num_images; i++) {
+        const mt_image_grid *grid = &images->grids[i];
+        bool fits = grid->height >= side && grid->width >= side && grid->height <= m->plan.max_patches / grid->width;
+        if (!fits || grid->height % side != 0 || grid->width % side != 0)
+            return mt_error_set(error,
+                                "image %lld has %lld x %lld patches; rows and columns must be multiples of %lld, and "
+                                "the model is planned for %lld patches in a micro-batch",
+                                (long long)i, (long long)grid->height, (long long)grid->width, (long long)side,
+                                (long long)m->plan.max_patches);
+        P += grid->height * grid->width;
+        if (P > m->plan.max_patches)
+            return mt_error_set(error,
+                                "the first %lld of %lld images have %lld patches, and the model is planned for %lld in "
+                                "a micro-batch; lower --micro-batch-size, or raise --vision-max-patches",
+                                (long long)i + 1, (long long)images->num_images, (long long)P,
+                                (long long)m->plan.max_patches);
+    }
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        int64_t t = batch->spans[s].q_start, end = t + batch->spans[s].q_len;
+        while (t < end) {
+            int64_t first = t, tokens;
+            if (batch->tokens[t++] != token) continue;
+            if (image == images->num_images)
+                return mt_error_set(error, "token %lld is a placeholder, and all %lld images have theirs before it",
+                                    (long long)first, (long long)image);
+            tokens = images->grids[image].height * images->grids[image].width / (side * side);
+            while (t < end && t - first < tokens && batch->tokens[t] == token) t++;
+            if (t - first < tokens)
+                return mt_error_set(error,
+                                    "image %lld needs %lld placeholders together, and there are %lld from token "
+                                    "%lld on",
+                                    (long long)image, (long long)tokens, (long long)(t - first), (long long)first);
+            image++;
+        }
+    }
+    if (image == images->num_images) return 0;
+    return mt_error_set(error, "%lld images, and placeholders (token %lld) of %lld", (long long)images->num_images,
+                        (long long)token, (long long)image);
+}
+
+/* ---- memory */
+
+/* Norms of [P, Cv]. */
+static void mt_vision_plan_norm(const mt_model *m, mt_normed *n, int64_t P, mt_arena *arena) {
+    n->y = mt_arena_alloc(arena, P * m->vision->C * mt_dtype_size(m->dtype));
+    if (m->options->vision.tower == MT_VISION_QWEN3) n->mean = mt_arena_alloc(arena, P * 4);
+    n->rstd = mt_arena_alloc(arena, P * 4);
+}
+
+static void mt_vision_plan_values(const mt_model *m, mt_vision_values *a, mt_arena *arena) {
+    const mt_vision *t = m->vision;
+    int64_t P = m->plan.max_patches, row = P * t->C * mt_dtype_size(m->dtype);
+    int64_t gated = m->options->vision.tower == MT_VISION_QWEN2_5 ? 2 : 1;
+    mt_vision_plan_norm(m, &a->norm1, P, arena), mt_vision_plan_norm(m, &a->norm2, P, arena);
+    a->qkv = mt_arena_alloc(arena, 3 * row), a->attended = mt_arena_alloc(arena, row);
+    a->lse = mt_arena_alloc(arena, P * (t->C / t->D) * 4), a->middle = mt_arena_alloc(arena, row);
+    a->fc1 = mt_arena_alloc(arena, gated * P * t->F * mt_dtype_size(m->dtype));
+    a->active = mt_arena_alloc(arena, P * t->F * mt_dtype_size(m->dtype));
+}
+
+/* Inputs of a micro-batch on one chunk, and the saved values of the tower. */
+static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
+    const mt_vision *t = m->vision;
+    mt_vision_batch *v = &mb->vision;
+    int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), tokens = P / t->M;
+    v->memory = mt_arena_alloc(arena, P > 0 ? t->block_bytes : 0);
+    if (!m->stages[mb->chunk].embedding || P == 0) return;
+    v->x = mt_arena_alloc(arena, P * mt_patch_values(m->options) * size);
+    for (int64_t i = 0; i <= t->num_layers; i++) v->hidden[i] = mt_arena_alloc(arena, P * t->C * size);
+    for (int64_t i = 0; i < t->num_layers && v->layers; i++) mt_vision_plan_values(m, &v->layers[i], arena);
+    for (int64_t i = 0; i < t->num_mergers; i++) {
+        mt_merger_values *a = &v->mergers[i];
+        mt_vision_plan_norm(m, &a->norm, P, arena);
+        a->fc1 = mt_arena_alloc(arena, P * t->C * size), a->active = mt_arena_alloc(arena, P * t->C * size);
+        a->out = mt_arena_alloc(arena, tokens * m->C * size), a->dout = mt_arena_alloc(arena, tokens * m->C * size);
+    }
+}
+
+static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
+    const mt_vision *t = m->vision;
+    mt_vision_scratch *s = t->scratch;
+    int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), row = P * t->C * size;
+    if (!m->has_embedding || P == 0) return;
+    mt_vision_plan_values(m, t->shared, arena);
+    s->sum = mt_arena_alloc(arena, row);
+    if (!m->plan.train) return;
+    s->dhidden = mt_arena_alloc(arena, row), s->dnormed = mt_arena_alloc(arena, row);
+    s->dattended = mt_arena_alloc(arena, row), s->dqkv = mt_arena_alloc(arena, 3 * row);
+    s->dfc1 = mt_arena_alloc(arena, P * mt_max(2 * t->F, t->C) * size);
+    s->dactive = mt_arena_alloc(arena, P * mt_max(t->F, t->C) * size);
+    s->row_dot = mt_arena_alloc(arena, P * (t->C / t->D) * 4);
+}
+
+/* ---- creation */
+
+/* Sizes of the tower; after mt_model_stages. */
+static void mt_vision_open(mt_model *m) {
+    const mt_vision_options *o = &m->options->vision;
+    mt_arena block = {0};
+    mt_vision_batch any;
+    if (o->tower == MT_VISION_NONE) return;
+    mt_vision *t = m->vision = mt_model_calloc(m, (int64_t)sizeof *t);
+    t->num_layers = o->num_layers, t->num_mergers = 1 + mt_num_deepstack(m->options);
+    t->C = o->hidden_size, t->D = o->hidden_size / o->num_attention_heads, t->F = o->ffn_hidden_size;
+    t->M = mt_patches_of_token(m->options);
+    t->shared = mt_model_calloc(m, (int64_t)sizeof *t->shared);
+    t->scratch = mt_model_calloc(m, (int64_t)sizeof *t->scratch);
+    if (m->plan.max_patches > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, m->plan.max_patches, true);
+    t->block_bytes = block.used;
+}
+
+/* The lists of a micro-batch. With full recomputation, and without training, layers share one set of values. */
+static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb) {
+    const mt_vision *t = m->vision;
+    mt_vision_batch *v = &mb->vision;
+    int64_t tokens = m->plan.max_patches / t->M;
+    bool keeps = m->plan.train && m->options->recompute_granularity != MT_RECOMPUTE_FULL;
+    if (!m->stages[mb->chunk].embedding) return;
+    v->hidden = mt_model_calloc(m, (t->num_layers + 1) * (int64_t)sizeof *v->hidden);
+    v->mergers = mt_model_calloc(m, t->num_mergers * (int64_t)sizeof *v->mergers);
+    if (keeps) v->layers = mt_model_calloc(m, t->num_layers * (int64_t)sizeof *v->layers);
+    v->host_images = mt_model_calloc(m, 2 * tokens * (int64_t)sizeof *v->host_images);
+    v->host_windows = v->host_images + tokens;
+}
+
+/* Rules that name no other option than those of the tower. */
+static int mt_vision_check_tower(const mt_options *o, mt_error *error) {
+    const mt_vision_options *v = &o->vision;
+    int64_t heads = mt_max(v->num_attention_heads, 1), side = mt_max(v->spatial_merge_size, 1), square = 1;
+    while (square * square < v->num_positions) square++;
+    const mt_constraint rules[] = {
+        {v->num_layers < 1 || v->num_layers > MT_MAX_VISION_LAYERS,
+         "--vision-num-layers is %lld, and must be from 1 to %lld",
+         {v->num_layers, MT_MAX_VISION_LAYERS}},
+        {v->hidden_size < 1 || v->ffn_hidden_size < 1 || v->num_attention_heads < 1,
+         "--vision-tower needs --vision-hidden-size, --vision-ffn-hidden-size and --vision-num-attention-heads, which "
+         "are %lld, %lld and %lld",
+         {v->hidden_size, v->ffn_hidden_size, v->num_attention_heads}},
+        {v->hidden_size % (4 * heads) != 0,
+         "--vision-hidden-size %lld does not divide into --vision-num-attention-heads %lld of a multiple of 4 channels",
+         {v->hidden_size, heads}},
+        {v->patch_size < 1 || v->temporal_patch_size < 1 || v->spatial_merge_size < 1,
+         "--vision-patch-size, --vision-temporal-patch-size and --vision-spatial-merge-size are %lld, %lld and %lld, "
+         "and must be above 0",
+         {v->patch_size, v->temporal_patch_size, v->spatial_merge_size}},
+        {v->tower == MT_VISION_QWEN3 && (v->num_positions < 1 || square * square != v->num_positions),
+         "--vision-num-positions is %lld, and must be a square, of at least 1",
+         {v->num_positions}},
+        {v->tower == MT_VISION_QWEN2_5 && v->window_size < v->patch_size * side,
+         "--vision-window-size is %lld pixels, less than a token's side of %lld patches of %lld",
+         {v->window_size, side, v->patch_size}},
+        {v->deepstack_layers >> (v->num_layers - 1) >> 1 != 0 || v->full_layers >> (v->num_layers - 1) >> 1 != 0,
+         "--vision-deepstack-layers and --vision-full-attention-layers name a layer beyond the tower's %lld",
+         {v->num_layers}},
+        {v->image_token_id < 0 || v->image_token_id >= o->vocab_size,
+         "--image-token-id is %lld, outside the vocabulary of %lld",
+         {v->image_token_id, o->vocab_size}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+int mt_vision_check(const mt_options *o, mt_error *error) {
+    int64_t pairs = 0, stage_layers = o->num_layers, deepstack = mt_num_deepstack(o);
+    int64_t rotary = (int64_t)((double)o->kv_channels * o->rotary_percent) / 2;
+    if (o->vision.tower == MT_VISION_NONE) return 0;
+    if (mt_vision_check_tower(o, error) != 0) return -1;
+    for (int64_t i = 0; i < o->mrope_section.count; i++) pairs += o->mrope_section.items[i];
+    if (o->pipeline_model_parallel_size > 1) {
+        int64_t stages = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank;
+        mt_stage *all = mt_malloc(stages * (int64_t)sizeof *all);
+        mt_pipeline_layout_build(all, o);
+        stage_layers = all[0].num_layers;
+        free(all);
+    }
+    const mt_constraint rules[] = {
+        {.broken = o->position_embedding_type != MT_POSITION_ROPE || o->multi_latent_attention,
+         .message = "--vision-tower needs --position-embedding-type rope, without --multi-latent-attention"},
+        {o->mrope_section.count != 3 || pairs != rotary,
+         "--mrope-section has %lld numbers whose sum is %lld; give three, whose sum is the pairs of rotary channels of "
+         "a head, %lld",
+         {o->mrope_section.count, pairs, rotary}},
+        {.broken = o->rope_scaling_type == MT_ROPE_SCALING_YARN,
+         .message = "--rope-scaling-type yarn: coordinates of images are not scaled so far; leave it out"},
+        {deepstack > stage_layers,
+         "--vision-deepstack-layers adds to the first %lld layers of the decoder, and the first pipeline stage has "
+         "%lld; give it more, or take fewer stages",
+         {deepstack, stage_layers}},
+        {o->context_parallel_size > 1,
+         "--context-parallel-size %lld: a model with a vision tower keeps its sequences whole; leave it out, or load "
+         "the decoder by --language-model-only",
+         {o->context_parallel_size}},
+        {o->mtp_num_layers > 0,
+         "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
+         "decoder by --language-model-only",
+         {o->mtp_num_layers}},
+        {.broken = o->fp8_format != MT_FP8_OFF,
+         .message = "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far; leave it out, or "
+                    "load the decoder by --language-model-only"},
+        {.broken = o->fp32_residual_connection,
+         .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
+                    "it out, or load the decoder by --language-model-only"},
+        {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
+         .message = "--stage: a model with a vision tower is trained by pt and sft so far; take one of these, or load "
+                    "the decoder by --language-model-only"},
+        {.broken = o->head_type != MT_HEAD_LM,
+         .message = "a model with a vision tower has no value head so far; load the decoder by --language-model-only"},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}

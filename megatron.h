@@ -389,6 +389,8 @@ typedef enum mt_fp8_recipe {
     MT_FP8_MXFP8       // 1 x 32
 } mt_fp8_recipe;
 typedef enum mt_fp8_amax_algo { MT_AMAX_MOST_RECENT, MT_AMAX_MAX } mt_fp8_amax_algo;
+/* The frozen matrices of layers below adapters: in the model's type, or in e4m3 with a scale for 128 x 128. */
+typedef enum mt_base_dtype { MT_BASE_AS_MODEL, MT_BASE_FP8 } mt_base_dtype;
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
     MT_SCHEDULE_INTERLEAVED,
@@ -627,6 +629,28 @@ typedef enum mt_indexer_ties {
     MT_TIES_FIRST  // the earlier ones
 } mt_indexer_ties;
 
+/* The vision tower before a decoder: of Qwen2.5-VL (Bai et al., "Qwen2.5-VL technical report"), or of Qwen3-VL and
+ * Qwen3.5 (Bai et al., "Qwen3-VL technical report"). */
+typedef enum mt_vision_tower { MT_VISION_NONE, MT_VISION_QWEN2_5, MT_VISION_QWEN3 } mt_vision_tower;
+
+enum { MT_MAX_VISION_LAYERS = 64, MT_IMAGE_CHANNELS = 3 };
+
+typedef struct mt_vision_options {
+    mt_vision_tower tower;
+    int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads;
+    int64_t patch_size;          // pixels of a side
+    int64_t temporal_patch_size; // frames of a patch; an image is repeated
+    int64_t spatial_merge_size;  // side of the square of patches that becomes one token
+    int64_t num_positions;       // QWEN3: learned positions, a square that is stretched over each image
+    int64_t window_size;         // QWEN2_5: pixels of the side of a window
+    uint64_t full_layers;        // QWEN2_5: bits of the layers whose patches see the whole image; others see a window
+    uint64_t deepstack_layers;   // QWEN3: bits of the layers whose outputs are added behind the decoder's first layers
+    int64_t image_token_id;      // the placeholder of a merged patch
+    int64_t video_token_id, start_token_id, end_token_id; // not read by the stack: videos are not
+    bool freeze, freeze_projector;                        // the tower without its mergers; its mergers
+    int64_t max_patches; // of the images of a micro-batch; 0: as many as its tokens can hold
+} mt_vision_options;
+
 /* The options that the stack reads: the model's shape, training, the grid, memory. They have their Megatron names, with
  * underscores. mt_run_options (data/options/options.h) holds this struct and the options that only files, terminals,
  * reports and rewards need, and data/options/option_table.c each one's default, range and help. A number 0 and a string
@@ -681,6 +705,11 @@ typedef struct mt_options {
     int64_t window_size; // sliding window: keys that a query sees, its own included; 0: all
     double rotary_base, rotary_percent;
     double window_rotary_base; // of layers with a window, whose RoPE is not scaled; 0: as other layers
+    // RoPE of tokens with three coordinates (frame, row, column): pairs of channels that rotate by each; count 0: all
+    // tokens have one. Interleaved: pairs 1, 4, 7 ... rotate by the row and 2, 5, 8 ... by the column; else in sections
+    mt_ints mrope_section;
+    bool mrope_interleaved;
+    mt_vision_options vision;
     bool rotary_interleaved;
     mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
@@ -786,6 +815,7 @@ typedef struct mt_options {
     /* adapters; lora_rank 0: none */
     int64_t lora_rank;
     double lora_alpha, lora_dropout;
+    mt_base_dtype lora_base_dtype;
     /* derived values, which have no option */
     int64_t data_parallel_size; // ranks / (tensor x pipeline x context size)
     int64_t context_a2a_size;   // ranks of the context group that exchange tokens for heads; 1: none
@@ -1111,6 +1141,15 @@ typedef struct mt_fp8_shard_args {
     const float *scale; // [1]: of delayed scaling; NULL: amax gives the scales
 } mt_fp8_shard_args;
 
+/* The operands of dequantize: out[R, C] = the values of codes[R, C] in e4m3, without gaps between rows; scales as those
+ * of MT_FP8_BLOCK_128. */
+typedef struct mt_dequantize_args {
+    const uint8_t *codes;
+    const float *inverse_scales; // [ceil(R / 128), ceil(C / 128) rounded up to 4]
+    int64_t R, C;
+    void *out;
+} mt_dequantize_args;
+
 /* out[M, N] = a[M, K] b[N, K]^T + bias[N]. */
 typedef struct mt_fp8_product_args {
     mt_fp8_matrix a, b;
@@ -1155,6 +1194,8 @@ typedef struct mt_fp8_scale_args {
        mt_stream *stream)                                                                                              \
     OP(fp8_shard_quantize, mt_work_bytes(a->n *(mt_dtype_size(dtype) + 1), MT_U8), (a, dtype, stream),                 \
        const mt_fp8_shard_args *a, mt_dtype dtype, mt_stream *stream)                                                  \
+    OP(dequantize, mt_work_bytes(a->R * a->C * (1 + mt_dtype_size(dtype)), MT_U8), (a, dtype, stream),                 \
+       const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     /* column_sums: sums[C] += the sums over the rows of x[R, C]: a bias's gradient. */                                \
     OP(column_sums, mt_work_bytes(R *C, dtype), (sums, x, R, C, dtype, stream), float *sums, const void *x, int64_t R, \
        int64_t C, mt_dtype dtype, mt_stream *stream)                                                                   \
@@ -2848,6 +2889,14 @@ typedef struct mt_fp8_linear {
     int64_t first_amax, num_amaxes;     // `gathered`: of w's in mt_bucket.fp8_amaxes
 } mt_fp8_linear;
 
+/* --lora-base-dtype fp8: the values of a frozen weight, which each use of its linear computes from codes into memory
+ * that all linears share. Scales begin anew with each parameter; neighbours whose blocks do not cut them are one part.
+ */
+typedef struct mt_fp8_base {
+    mt_dequantize_args *parts; // one after the other in the weight
+    int64_t num_parts;
+} mt_fp8_base;
+
 /* Memory for the adapters of one product at a time. */
 typedef struct mt_adapter_scratch {
     void *rows; // [2, T, widest R]
@@ -2884,6 +2933,7 @@ typedef struct mt_linear {
     mt_linear_kind kind;
     bool omits_bias;    // grouped: y is a partial sum, and another rank adds the bias
     mt_fp8_linear *fp8; // NULL: products in the type of activations
+    mt_fp8_base *base;  // of a weight that is stored in fp8, whose weight.w is NULL; NULL: it is not
     mt_adapter adapter; // R 0: none
 } mt_linear;
 
@@ -3245,6 +3295,29 @@ typedef enum mt_role {
                          // share
     MT_DECODER_RELATIVE,
     MT_ENCODER_NORM, // after the last layer of the encoder
+    MT_VISION_PATCH, // this and the next twenty-two: the vision tower: patches into its width,
+    MT_VISION_PATCH_BIAS,
+    MT_VISION_POSITIONS,
+    MT_VISION_NORM1, // its layers, to MT_VISION_DOWN_BIAS,
+    MT_VISION_NORM1_BIAS,
+    MT_VISION_QKV,
+    MT_VISION_QKV_BIAS,
+    MT_VISION_O,
+    MT_VISION_O_BIAS,
+    MT_VISION_NORM2,
+    MT_VISION_NORM2_BIAS,
+    MT_VISION_GATE,
+    MT_VISION_GATE_BIAS,
+    MT_VISION_UP,
+    MT_VISION_UP_BIAS,
+    MT_VISION_DOWN,
+    MT_VISION_DOWN_BIAS,
+    MT_MERGER_NORM, // and its mergers
+    MT_MERGER_NORM_BIAS,
+    MT_MERGER_FC1,
+    MT_MERGER_FC1_BIAS,
+    MT_MERGER_FC2,
+    MT_MERGER_FC2_BIAS,
     MT_NUM_ROLES
 } mt_role;
 
@@ -3261,6 +3334,10 @@ typedef enum mt_unit {
     MT_UNIT_ENCODER_OUTPUT, // the norm of the encoder's output
     MT_UNIT_ADAPTERS,       // of a layer
     MT_UNIT_EXPERT_ADAPTERS,
+    MT_UNIT_VISION_INPUT, // these four, of a vision tower: patch embedding and positions,
+    MT_UNIT_VISION_LAYER, // each layer,
+    MT_UNIT_MERGER,       // the merger behind the last one,
+    MT_UNIT_DEEPSTACK,    // and each of the mergers behind others
 } mt_unit;
 
 /* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
@@ -3284,6 +3361,8 @@ typedef enum mt_gradient {
     MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
 
+enum { MT_PARAM_DIMS = 5 }; // the most that a tensor of a parameter has
+
 /* One row per parameter. Allocation, initialisation, gradients, decay and checkpoints read only this. */
 typedef struct mt_param {
     mt_role role;
@@ -3291,12 +3370,15 @@ typedef struct mt_param {
     mt_unit unit;
     int64_t layer;         // number in the whole model; -1: outside the layers
     int64_t expert;        // number in the layer; -1: none
+    int64_t vision_part;   // of a vision tower: the layer of the tower, or the merger: 0 behind the last layer, from 1
+                           // on those of deepstack; -1: not of a tower. `layer` is -1 then
     char hf_name[160];     // the Hugging Face tensor that holds it
     int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total; // rows of that whole tensor
     int64_t hf_groups;   // the tensor's rows are so many groups, one after the other, each with a part of the parameter
     bool hf_has_channel; // the tensor is [rows, 1, cols]
     bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
+    int64_t hf_cols[4];  // the tensor is [rows, these]: of a convolution over patches; 0: [rows, cols]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up
@@ -3318,6 +3400,9 @@ typedef struct mt_param {
     mt_optimizer optimizer; // that steps it
     bool joins;             // a step on matrices: it and the parameter before it are one matrix
     int64_t bucket, offset; // of its first element in the bucket
+    int64_t place;          // its first byte in mt_bucket.params
+    bool in_fp8;            // of a frozen matrix: codes in e4m3
+    int64_t first_scale;    // in_fp8: of its blocks in mt_bucket.scales
     bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
     size_t field;           // private: where the model's code finds it
     const char *field_name; // private: its name there
@@ -3341,8 +3426,11 @@ typedef struct mt_bucket {
     int64_t decay_count;  // the leading elements with weight decay
     int64_t matrix_count; // the leading elements of matrices that a step takes whole: all with weight decay, or 0
     int64_t shard_first, shard_count;
-    mt_share *shares;    // [group->size] the shards of all ranks; NULL: equal ones, or one
-    void *params;        // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    mt_share *shares; // [group->size] the shards of all ranks; NULL: equal ones, or one
+    void *params;     // [count] bf16, fp16 or fp32; NULL while this rank has the shard only
+    int64_t bytes;    // of params: count elements, or the places of parameters if some are in fp8
+    float *scales;    // [num_scales] inverse ones, of the parameters in fp8
+    int64_t num_scales;
     float *grads;        // [count] fp32; products add to them; NULL while only main_grads or the shard exist
     void *main_grads;    // [count] summed over micro-batches: grads itself if fp32; NULL with a shard only
     void *param_shard;   // [shard_count], inside params where those always exist
@@ -3439,6 +3527,20 @@ typedef struct mt_encoder_batch {
     mt_span *spans; // not causal; room for one a token
 } mt_encoder_batch;
 
+/* Rows and columns of an image's patches, both multiples of spatial_merge_size. */
+typedef struct mt_image_grid {
+    int64_t height, width;
+} mt_image_grid;
+
+/* The images of a micro-batch, in the order of their placeholders: an image has one token image_token_id for each
+ * square of spatial_merge_size^2 patches, and these stand together in one sequence. */
+typedef struct mt_image_batch {
+    int64_t num_images;
+    mt_image_grid *grids; // [num_images]
+    float *patches;       // [patches, channels, frames, patch_size, patch_size] of one image after the other: square by
+                          // square, and within a square row by row
+} mt_image_batch;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -3456,6 +3558,7 @@ typedef struct mt_batch {
     float *loss_inputs[MT_NUM_LOSS_INPUTS]; // [T] or NULL: operands of a loss on the host
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     mt_encoder_batch encoder;               // of an encoder-decoder, whose decoder has the other fields
+    mt_image_batch images;                  // of a model with a vision tower
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -3466,6 +3569,17 @@ void mt_batch_free(mt_batch *batch);
 
 /* Gives an allocated batch room for up to max_tokens tokens of an encoder; mt_batch_free frees them too. */
 void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
+
+/* Gives an allocated batch room for images of up to max_patches patches; mt_batch_free frees them too. */
+void mt_batch_alloc_images(mt_batch *batch, const mt_options *options, int64_t max_patches);
+
+/* The numbers of a patch; the patches of the images of a micro-batch of `tokens` tokens, for which memory is planned; 0
+ * without a vision tower. */
+int64_t mt_patch_values(const mt_options *options);
+int64_t mt_max_patches(const mt_options *options, int64_t tokens);
+
+/* Rules between the options of a vision tower and others, and between it and the layout. */
+int mt_vision_check(const mt_options *options, mt_error *error);
 
 /* The sequences of a micro-batch of an evaluation, and the most that a micro-batch has, for which memory is planned. */
 int64_t mt_eval_micro_batch_size(const mt_options *options);
@@ -3589,6 +3703,7 @@ typedef struct mt_model_plan {
     int64_t cache_rows;      // key/value cache rows a layer; 0: none
     int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
     int64_t max_inputs;      // of an encoder-decoder with a cache: tokens of a sequence for the encoder
+    int64_t max_patches;     // of the images of a micro-batch; 0: none has any
     int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
     int64_t max_position;    // positions that tokens may have (rotary tables)
     int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any
@@ -3868,13 +3983,17 @@ mt_dtype mt_state_dtype(const mt_model *model, mt_param_state state);
 /* A bucket's sizes, shard, group and strategy. Unlike mt_model_buckets, this gathers no parameters. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
 
-/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). */
+/* This rank's elements of one state of a bucket: [first, first + count), at `data` (NULL: none on this rank). The
+ * weights of a bucket that has some in fp8 are no shard: see mt_state_shard. */
 typedef struct mt_shard {
     void *data;
     int64_t first, count;
     mt_dtype dtype;
 } mt_shard;
 mt_shard mt_bucket_shard(const mt_model *model, int64_t bucket, mt_param_state state);
+
+/* The same for a parameter: the shard of its bucket, or where that has weights in fp8, the parameter's own. */
+mt_shard mt_state_shard(const mt_model *model, const mt_param *param, mt_param_state state);
 
 /* Sets the shard's part of elements [at, at + n) of its bucket from host memory of the shard's type, or to zero if
  * `from` is NULL. Enqueued on the model's stream; invalidates gathered copies. */
@@ -3884,8 +4003,8 @@ void mt_shard_write(mt_model *model, const mt_shard *shard, int64_t at, const vo
 void mt_param_part(const mt_param *param, const mt_shard *shard, int64_t *begin, int64_t *end);
 
 /* Sets this rank's part of a state with scales, which mt_param_part gives and is not empty, from its values in host
- * memory, and its scale. Reads n elements of that part of any state, from element `at` of the parameter on. Both wait
- * for the device. */
+ * memory, and its scale; weights in fp8: those of all blocks. Reads n elements of that part of any state, from element
+ * `at` of the parameter on. Both wait for the device. */
 void mt_state_write(mt_model *model, const mt_param *param, mt_param_state state, const float *values);
 void mt_state_read(mt_model *model, const mt_param *param, mt_param_state state, int64_t at, float *values, int64_t n);
 
@@ -4171,9 +4290,27 @@ void mt_generator_destroy(mt_generator *generator);
  * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
-/* Tokens of prompts in a forward from now on, at least 1, the same on every rank: fewer let running sequences wait less
- * for their next token, and prompts longer. As created: the rest of the plan's max_tokens. */
-void mt_generator_limit_prefill(mt_generator *generator, int64_t tokens);
+/* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
+ * them, t + 1 for the token at position t; and tokens whose logits are viewed although the next token is known. */
+typedef struct mt_prefill {
+    int64_t tokens, keys, viewed;
+} mt_prefill;
+
+/* Limits the work on prompts in a forward from now on, the same on every rank: less lets running sequences wait less
+ * for their next token, and prompts longer. With `tokens` 0 a forward reads none; otherwise it may read one token of a
+ * prompt that has more keys than the limit. As created: the rest of the plan's max_tokens. */
+void mt_generator_limit_prefill(mt_generator *generator, const mt_prefill *limit);
+
+/* The work on prompts in the last forward. */
+mt_prefill mt_generator_read_prefill(const mt_generator *generator);
+
+/* The sequences whose next forward is a decode step: their number, and the keys that their tokens attend to. */
+typedef struct mt_streams {
+    int64_t count, keys;
+} mt_streams;
+
+/* Of sequences[count], between steps. */
+mt_streams mt_generator_streams(const mt_generator *generator, const mt_sequence *sequences, int64_t count);
 
 /* True if `wanted` is true on any of the ranks that step together; each of them calls it after the same step. */
 bool mt_generator_agree(const mt_generator *generator, bool wanted);
@@ -4211,17 +4348,16 @@ typedef struct mt_batcher {
     mt_batch batch;           // with its page table
     int32_t *cache_rows;      // [num_tokens] where keys and values are written
     int64_t num_logits;       // rows whose logits are needed
-    int64_t num_viewed;       // of them those of tokens within prompts, which give no token
     int32_t *logit_rows;      // [num_logits]
     int64_t *logit_sequences; // [num_logits] the sequence of each
     int64_t num_copies;       // of cache rows, before the forward
     mt_cache_copy *copies;
     int64_t num_state_copies; // in their order, before the forward
     mt_state_copy *state_copies;
-    int64_t num_prefill; // tokens of prompts, and of sequences that were put back
-    int64_t max_prefill; // of these in a forward; the caller may change it between forwards; 0: as many as fit
-    int64_t num_begun;   // sequences whose memory is computed before the forward (mt_model_encode)
-    int64_t *begun;      // their slots
+    mt_prefill prefill;     // of prompts, and of sequences that were put back
+    mt_prefill max_prefill; // of a forward; the caller may change it between forwards; at first as much as fits
+    int64_t num_begun;      // sequences whose memory is computed before the forward (mt_model_encode)
+    int64_t *begun;         // their slots
     /* private */
     struct mt_cache_slot *slots;
     struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
@@ -4237,6 +4373,9 @@ void mt_batcher_destroy(mt_batcher *batcher);
  * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
  * mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* Of the sequences, between forwards: see mt_streams. */
+mt_streams mt_batcher_streams(const mt_batcher *batcher, const mt_sequence *sequences, int64_t count);
 
 /* True for a row of logits of a token within a prompt: the token that follows is known. */
 bool mt_batcher_row_is_viewed(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);

@@ -10,13 +10,16 @@
 
 #include <math.h>
 
-/* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. Nothing is
- * printed before the save that follows: an ending mpirun no longer reads. */
-static bool should_stop(const mt_run *r) {
-    double minutes = r->options.exit_duration_in_mins;
+/* True when a signal or a number of minutes (0: none) ends the run early; every rank must see the same answer. Nothing
+ * is printed before the save that follows: an ending mpirun no longer reads. */
+static bool is_over(const mt_run *r, double minutes) {
     double stop = mt_stop_requested() || (minutes > 0 && mt_time() - r->start > 60 * minutes);
     mt_all_reduce_max(&r->grid.world, &stop, 1, MT_F64);
     return stop > 0;
+}
+
+static bool should_stop(const mt_run *r) {
+    return is_over(r, r->options.exit_duration_in_mins);
 }
 
 /* True for an iteration after which --exit-interval ends a run that would go on. */
@@ -159,7 +162,8 @@ static void train(mt_run *r) {
     const mt_run_options *o = &r->options;
     mt_error error;
     int64_t validated = r->state.iteration;
-    bool stop = should_stop(r), saved = mt_run_is_finished(r);
+    bool saved = mt_run_is_finished(r);
+    bool stop = is_over(r, 0); // a run that starts slowly takes one step, or it would never get on
     mt_watch_enter(MT_WATCH_STEP);
     while ((r->state.iteration < o->stack.num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         mt_run_check(r, mt_saver_poll(r->saver, &error), &error);

@@ -596,6 +596,51 @@ extern "C" void mt_cuda_fp8_shard_quantize(const mt_fp8_shard_args *a, mt_dtype 
     MT_CUDA_DISPATCH(dtype, quantize_shard, a, stream);
 }
 
+/* ---- values of codes --------------------------------------------------------------------------------------------- */
+
+/* A block takes rows, a thread WIDTH elements of a row at a time, which are of one block of 128. */
+template <class T, int WIDTH> static __global__ void __launch_bounds__(THREADS) dequantize(const mt_dequantize_args a) {
+    const int64_t blocks = (a.C + 511) / 512 * 4;
+    for (int64_t row = blockIdx.x; row < a.R; row += gridDim.x)
+        for (int64_t col = threadIdx.x * WIDTH; col < a.C; col += THREADS * WIDTH) {
+            const float scale = __ldg(a.inverse_scales + row / 128 * blocks + col / 128);
+            const uint8_t *codes = a.codes + row * a.C + col;
+            T *out = (T *)a.out + row * a.C + col;
+            if (WIDTH == 1) {
+                const __half_raw value = __nv_cvt_fp8_to_halfraw(*codes, __NV_E4M3);
+                *out = mt_from_float<T>(__half2float(__half(value)) * scale);
+                continue;
+            }
+            const uint2 bytes = *(const uint2 *)codes;
+            __align__(16) T values[8];
+#pragma unroll
+            for (int k = 0; k < 8; k += 2) {
+                const uint32_t word = k < 4 ? bytes.x : bytes.y;
+                const __half2_raw pair =
+                    __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(word >> k % 4 * 8), __NV_E4M3);
+                const float2 two = __half22float2(__half2(pair));
+                values[k] = mt_from_float<T>(two.x * scale), values[k + 1] = mt_from_float<T>(two.y * scale);
+            }
+#pragma unroll
+            for (int k = 0; k < (int)(8 * sizeof(T) / 16); k++) ((uint4 *)out)[k] = ((const uint4 *)values)[k];
+        }
+}
+
+template <class T> static void launch_dequantize(const mt_dequantize_args *a, mt_stream *stream) {
+    const bool wide = a->C % 8 == 0 && (uintptr_t)a->codes % 8 == 0 && (uintptr_t)a->out % 16 == 0;
+    const int64_t most = mt_cuda_device()->multiProcessorCount * 8 * (2048 / THREADS);
+    if (a->R * a->C == 0) return;
+    if (wide)
+        dequantize<T, 8><<<(unsigned)mt_min(most, a->R), THREADS, 0, mt_cuda_stream(stream)>>>(*a);
+    else
+        dequantize<T, 1><<<(unsigned)mt_min(most, a->R), THREADS, 0, mt_cuda_stream(stream)>>>(*a);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_dequantize(const mt_dequantize_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_CUDA_DISPATCH(dtype, launch_dequantize, a, stream);
+}
+
 /* ---- products on any GPU ----------------------------------------------------------------------------------------- */
 
 /* The definition. Operands are converted to fp32 in shared memory, scaled, and multiplied in fp32. A block computes

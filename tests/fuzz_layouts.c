@@ -14,11 +14,13 @@
  * and fails if it differs with each. So does a model without experts, but only with a difference that some steps of
  * rounding can grow to, and that its first step does not have.
  *
- * One of eight configurations is reinforcement learning. A token that rounding draws otherwise is a tie, too.
+ * One of eight configurations is reinforcement learning. A token that rounding draws otherwise is a tie, too. One of
+ * ten others is an encoder-decoder.
  *
  * MT_BIN is the folder of train; FUZZ_TIMEOUT: the seconds of one run (60); a run that did not end is tried once more
  * with five times as many. FUZZ_DEVICE is train's --device (cpu), FUZZ_RANKS the most ranks of a layout (8): on GPUs as
- * many as there are GPUs. FUZZ_STAGE rl draws reinforcement learning alone, pt none of it.
+ * many as there are GPUs. FUZZ_STAGE rl draws reinforcement learning alone, pt none of it, t5
+ * encoder-decoders alone.
  */
 #include "../data/base/file.h"
 #include "../data/options/option_table.h"
@@ -257,6 +259,36 @@ static const row model_rows[] = {
     {40, "--bf16", "", "--fp32-residual-connection"},
 };
 
+/* Of an encoder-decoder, in place of model_rows. */
+static const row t5_rows[] = {
+    {15, "", "", "RAMP"},
+    {15, "", "", "--bf16"},
+    {15, "", "--bf16", MUON "duplicated;" MUON "distributed"},
+    {100, "--bf16", "", "--lr 3e-4"},
+    {100, "", "--lr", "--lr 5e-3"},
+    {100, "", "", "--micro-batch-size 1;--micro-batch-size 2;--micro-batch-size 3"},
+    {100, "", "",
+     "--num-layers 2 --decoder-num-layers 2;--num-layers 3 --decoder-num-layers 1;--num-layers 1 --decoder-num-layers "
+     "3;--num-layers 4 --decoder-num-layers 2;--num-layers 4 --decoder-num-layers 4"},
+    {100, "", "",
+     "--hidden-size 32 --num-attention-heads 8;--hidden-size 24 --num-attention-heads 4 --kv-channels 10;--hidden-size "
+     "20 --num-attention-heads 12 --kv-channels 8"},
+    {100, "", "", "--ffn-hidden-size 48;--ffn-hidden-size 20;--ffn-hidden-size 72"},
+    {100, "", "", "--relu;--geglu"},
+    {50, "", "", "--untie-embeddings-and-output-weights"},
+    {100, "", "",
+     "--position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance 12 "
+     "--normalization RMSNorm --disable-bias-linear --softmax-scale 1"},
+    {100, "", "", "--hidden-dropout 0 --attention-dropout 0;--hidden-dropout 0.1 --attention-dropout 0.1"},
+    {100, "", "",
+     "--encoder-seq-length 24 --decoder-seq-length 16;--encoder-seq-length 9 --decoder-seq-length 13;"
+     "--encoder-seq-length 32 --decoder-seq-length 5"},
+    {100, "", "", "--vocab-size 61;--vocab-size 128"},
+    {30, "", "RAMP", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 1"},
+    {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
+    {20, "", "", "--eval-interval 2 --eval-iters 2"},
+};
+
 /* Of reinforcement learning, drawn apart from the others and before them, so that their draws do not depend on it. It
  * runs in fp32 alone: tokens that are drawn by rounding are few there. Ranks of tokens by covariance, for kl_cov and
  * clip_cov, are ties more often: all tokens are chosen from. So is the sign of kl_cov's |log r|, whose weight is small.
@@ -332,7 +364,12 @@ static const row layout_rows[] = {
     {40, STAGES, "",
      "--num-virtual-stages-per-pipeline-rank 2;--num-layers-per-virtual-pipeline-stage 1;"
      "--num-virtual-stages-per-pipeline-rank 3"},
-    {20, STAGES " 2&num-layers 4", "virtual&mtp-num-layers",
+    {60, STAGES " 2&--num-layers 2 --decoder-num-layers 2", "virtual",
+     "--pipeline-model-parallel-layout Et|tttttL;--pipeline-model-parallel-layout Ettt|tttL;"
+     "--pipeline-model-parallel-layout Et|tt|t|ttL;--pipeline-model-parallel-layout E|tt||ttttL"},
+    {60, STAGES "&--num-layers 3 --decoder-num-layers 1", "virtual",
+     "--pipeline-model-parallel-layout auto;--pipeline-model-parallel-layout auto*2"},
+    {20, STAGES " 2&num-layers 4", "virtual&mtp-num-layers&decoder-num-layers",
      "--pipeline-model-parallel-layout Et|tttL;--pipeline-model-parallel-layout E|(t)*4L"},
     {20, STAGES, "virtual&parallel-layout",
      "--decoder-first-pipeline-num-layers 1;--decoder-last-pipeline-num-layers 1"},
@@ -405,7 +442,7 @@ static const char of_rl[] =
 
 static const char *device = "cpu";
 static int most_ranks = 8;
-static const char *stage = ""; // "rl": of all configurations; "pt": of none
+static const char *stage = ""; // "rl": of all configurations; "pt": of none; "t5": all are encoder-decoders
 
 /* ---- configurations ---------------------------------------------------------------------------------------------- */
 
@@ -616,17 +653,20 @@ static bool options_fit(const config *c, part part, mt_error *error) {
 /* Configuration `number`; of its layouts the first of several that fit the model. */
 static config draw_config(uint64_t seed, int64_t number) {
     enum { TRIES = 10 };
-    random_words random = {.seed = seed, .number = (uint64_t)number}, of_rl = random;
-    of_rl.count = UINT64_C(1) << 32;
-    bool learns = draw_below(&of_rl, 100) < 12;
-    if (*stage) learns = strcmp(stage, "rl") == 0;
+    random_words random = {.seed = seed, .number = (uint64_t)number}, of_rl = random, of_t5 = random;
+    of_rl.count = UINT64_C(1) << 32, of_t5.count = UINT64_C(1) << 33;
+    bool learns = draw_below(&of_rl, 100) < 12, maps = draw_below(&of_t5, 10) == 0 && !learns;
+    if (*stage) learns = strcmp(stage, "rl") == 0, maps = strcmp(stage, "t5") == 0;
     config model = {.data = {1, 1}}, c;
     mt_error unused;
     model.resumes = draw_below(&random, 10) < 6;
     if (learns) add_item(&model, ALL, NULL, RL, strlen(RL));
     if (learns && !model.resumes) add_item(&model, ALL, NULL, "ONCE", strlen("ONCE"));
     draw_rows(&model, &of_rl, ALL, rl_rows, sizeof rl_rows / sizeof *rl_rows);
-    draw_rows(&model, &random, ALL, model_rows, sizeof model_rows / sizeof *model_rows);
+    if (maps)
+        draw_rows(&model, &of_t5, ALL, t5_rows, sizeof t5_rows / sizeof *t5_rows);
+    else
+        draw_rows(&model, &random, ALL, model_rows, sizeof model_rows / sizeof *model_rows);
     draw_rows(&model, &of_rl, ALL, rl_model_rows, sizeof rl_model_rows / sizeof *rl_model_rows);
     for (int i = 0; i < TRIES; i++) {
         c = model;

@@ -101,6 +101,8 @@ typedef enum subject {
     ADAPTED_UNGATED,
     ADAPTED_SOME, // of one matrix of each fused linear
     ADAPTED_MXFP8,
+    ADAPTED_BASE, // on a base in fp8
+    ADAPTED_BASE_EXPERTS,
     SPARSE,        // attention over keys that an indexer selects, and its loss over all keys
     SPARSE_SHARED, // indexers in every second layer, with RoPE on neighbouring channels; their loss over selected keys
     SPARSE_PACKED,
@@ -242,6 +244,12 @@ static const struct {
     [ADAPTED_MXFP8] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" IN_FP8 "mxfp8" ADAPTERS
                                   "all-linear",
                        1},
+    [ADAPTED_BASE] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8" ADAPTERS
+                                 "all-linear --lora-base-dtype fp8",
+                      1},
+    [ADAPTED_BASE_EXPERTS] = {EXPERTS_LIKE " --moe-shared-expert-intermediate-size 24 --global-batch-size 8" ADAPTERS
+                                           "all-linear --lora-base-dtype fp8",
+                              1},
     [SPARSE] = {SPARSE_LIKE, 1},
     [SPARSE_SHARED] = {SPARSE_LIKE ROUTED_LIKE " --dsa-indexer-topk-freq 2 --dsa-indexer-rope-interleaved"
                                                " --dsa-indexer-use-sparse-loss",
@@ -1872,6 +1880,12 @@ static const layout with_adapters[] = {
     {2, ADAPTED_EXPERTS, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
     {2, ADAPTED_EXPERTS, TP "2" SP ETP "2"},
     {2, ADAPTED_UNGATED, EP "2" SHARD "optim"},
+    {2, ADAPTED_BASE, TP "2" SP},
+    {2, ADAPTED_BASE, TP "2" STEPWISE},
+    {2, ADAPTED_BASE, PP "2" ZB},
+    {2, ADAPTED_BASE, SHARD "optim_grads" OVERLAP},
+    {2, ADAPTED_BASE_EXPERTS, EP "2" SHARD "optim"},
+    {2, ADAPTED_BASE_EXPERTS, TP "2" SP ETP "2"},
     {4, ADAPTED, TP "2" SP PP "2" SHARD "optim"},
     {4, ADAPTED_QWEN, TP "4" SP},
     {4, ADAPTED_QWEN, TP "4"},
@@ -1897,6 +1911,7 @@ static const same_bits with_adapters_same[] = {
     {{1, ADAPTED, ""}, " --optimizer-cpu-offload"},
     {{1, ADAPTED_EXPERTS, ON_CPU}, " --no-moe-grouped-gemm"}, // a GPU has other kernels for one expert's product
     {{1, ADAPTED_MXFP8, ""}, NO_EVALUATIONS},
+    {{1, ADAPTED_BASE, ""}, " --recompute-granularity full --recompute-num-layers 3"},
     {{2, ADAPTED_EXPERTS, EP "2"}, " --recompute-granularity full"},
     {{2, ADAPTED, PP "2"}, ZB},
 };
@@ -1909,6 +1924,7 @@ static const pair of_adapters[] = {
     {ADAPTED_QWEN, {4, TP "4" SP, false}, {1, "", false}},
     {ADAPTED_EXPERTS, {2, EP "2" SHARD "optim_grads", false}, {4, TP "2" SP EP "2" ETP "1", false}},
     {ADAPTED_EXPERTS, {4, EP "2" ETP "2", false}, {1, "", false}},
+    {ADAPTED_BASE, {2, TP "2" SP, false}, {1, "", false}},
     {ADAPTED, {1, "", true}, {2, TP "2" SP, true}},
     // nothing changes
     {ADAPTED, {4, PP "2" VP "2" SHARD "optim" SAME, true}, {4, PP "2" VP "2" SHARD "optim" SAME, true}},

@@ -241,7 +241,18 @@ def wrong_requests_are_refused_in_one_sentence():
     refused(404, None, None, "/../../etc/passwd", "GET")
     refused(405, None, None, "/v1/completions", "GET")
     refused(400, {}, "prompt", "/tokenize")
-    refused(403, {"prompt": "a"}, headers={"Host": "elsewhere.example"})
+    for host in "elsewhere.example", "localhost.example", "127.0.0.1.example", "[::1].example", "":
+        refused(403, {"prompt": "a"}, headers={"Host": host})
+    for host in "LocalHost", "localhost:80", "127.0.0.2:80", "127.1.2.3", "[::1]:80":
+        assert http_headers("GET", "/health", {"Host": host})[0] == 200, host
+    refused(415, {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
+    both = {"Content-Length": "5", "Transfer-Encoding": "chunked"}  # some versions of the library refuse it themselves
+    assert call("POST", "/v1/completions", b"0\r\n\r\n", both)[0] == 400
+    for body, parameter in (({"prompt": "a", "unknown": 1}, None), ({"prompt": "a", "messages": talk}, "prompt"),
+                            ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+                            ({"prompt": ["a"]}, "prompt")):
+        refused(400, body, parameter, "/tokenize")
+    refused(404, {"prompt": "a", "model": "other"}, "model", "/tokenize")
     refused(403, {"prompt": "a"}, headers={"Origin": "https://elsewhere.example"})
     refused(413, b" " * 70000)
     assert "Access-Control-Allow-Origin" not in str(http_headers("GET", "/health"))
@@ -606,26 +617,35 @@ def rates(path, tokens, rounds, pid, *infer):
 
 def pauses(streams, length, rounds):
     """How long streams wait for their next event while a prompt of `length` tokens is read, in steps: the median time
-    between two events of a stream before. One thread reads all sockets."""
+    between two events of a stream before. One thread reads all sockets, and sends the prompt: a second one would hold
+    Python's lock while it makes the request."""
     streams, length, chance = int(streams), int(length), random.Random(5)
     selector, last, gaps = selectors.DefaultSelector(), {}, []
     connections = [socket.create_connection(("127.0.0.1", PORT), WAIT) for _ in range(streams)]
     for connection in connections:
         connection.sendall(request_bytes({"prompt": [chance.randrange(9, 99) for _ in range(5)], "max_tokens": 2000,
-                                          "temperature": 1, "stream": True}))
+                                          "temperature": 0, "stream": True}))
         selector.register(connection, selectors.EVENT_READ)
 
-    def watch(ends):
-        """Collects gaps until `ends` is true."""
+    def watch(ends, asking=None):
+        """Collects gaps until `ends` is true, or the socket `asking` has its answer."""
         gaps.clear()
-        while not ends():
+        if asking:
+            selector.register(asking, selectors.EVENT_READ)
+        answered = False
+        while not answered and not (ends and ends()):
             for key, _ in selector.select(0.01):
                 now, part = time.perf_counter(), key.fileobj.recv(1 << 16)
-                if not part:
+                if key.fileobj is asking:
+                    answered = True
+                    assert part.startswith(b"HTTP/1.1 200"), part
+                    selector.unregister(asking)
+                elif not part:
                     selector.unregister(key.fileobj)
-                elif key.fileobj in last:
-                    gaps.append(now - last[key.fileobj])
-                last[key.fileobj] = now
+                else:
+                    if key.fileobj in last:
+                        gaps.append(now - last[key.fileobj])
+                    last[key.fileobj] = now
         return sorted(gaps)
 
     watch(lambda: len(last) == streams and len(gaps) > 20 * streams)
@@ -633,11 +653,11 @@ def pauses(streams, length, rounds):
     for _ in range(int(rounds)):
         alone = watch(lambda: len(gaps) > 60 * streams)
         step = alone[len(alone) // 2]
-        body = {"prompt": [chance.randrange(9, 99) for _ in range(length)], "max_tokens": 1}
-        answer = threading.Thread(target=complete, kwargs=body)
-        start = time.perf_counter()
-        answer.start()
-        beside = watch(lambda: not answer.is_alive())
+        request = request_bytes({"prompt": [chance.randrange(9, 99) for _ in range(length)], "max_tokens": 1})
+        with socket.create_connection(("127.0.0.1", PORT), WAIT) as asking:
+            start = time.perf_counter()
+            asking.sendall(request)
+            beside = watch(None, asking)
         worst.append(beside[-1] / step)
         print("%d streams, a step of %.2f ms: longest wait %.1f steps, beside a prompt of %d tokens %.1f (99 of 100 waits: "
               "up to %.1f); first token after %.0f ms" % (streams, 1000 * step, alone[-1] / step, length, worst[-1],

@@ -55,6 +55,17 @@ def openai():
     talk += [{"role": "assistant", "content": None, "tool_calls": [call]},
              {"role": "tool", "tool_call_id": "c", "content": "rain"}]
     client.chat.completions.create(tools=tools, **ask)
+    for wrong in [1], [{}], [{"type": "function"}], [{"type": "function", "function": {"name": 5}}]:
+        try:
+            client.chat.completions.create(tools=wrong, **ask)
+            raise AssertionError("accepted: %s" % wrong)
+        except package.BadRequestError as refusal:
+            assert refusal.body["param"] == "tools", refusal.body
+    try:
+        client.chat.completions.create(**dict(ask, messages=[dict(talk[1], tool_calls="none")]))
+        raise AssertionError("accepted a text as calls of tools")
+    except package.BadRequestError as refusal:  # the template's own words, without the folder that it lies in
+        assert "chat_template.jinja" in refusal.body["message"] and "/" not in refusal.body["message"], refusal.body
 
     # Errors are the package's own.
     for error, more in ((package.BadRequestError, {"temperature": -1}), (package.NotFoundError, {"model": "other"})):

@@ -6,6 +6,7 @@
 #include "../data/checkpoint/adapter.h"
 #include "../data/checkpoint/adapter_merge.h"
 #include "../data/checkpoint/checkpoint_save.h"
+#include "../data/checkpoint/tensor_stream.h"
 #include "golden.h"
 #include "folder.h"
 
@@ -425,8 +426,6 @@ static void switched_off_adapters_leave_no_trace(void **state) {
     }
 }
 
-/* ---- files */
-
 /* Two files hold the same tensors. */
 static void assert_same_tensors(const char *folder, const char *other, const char *stem) {
     mt_safetensors *a, *b;
@@ -442,6 +441,218 @@ static void assert_same_tensors(const char *folder, const char *other, const cha
     mt_safetensors_close(a);
     mt_safetensors_close(b);
 }
+
+/* ---- a base in fp8 */
+
+#define BASE_IN_FP8 ALL_LINEAR " --lora-base-dtype fp8"
+
+/* The nearest number of e4m3, ties to even. */
+static double nearest_e4m3(double x) {
+    int exponent;
+    if (x == 0) return x;
+    frexp(x, &exponent); // |x| in [2^(exponent - 1), 2^exponent)
+    double step = ldexp(1, (exponent - 1 < -6 ? -6 : exponent - 1) - 3);
+    return fmax(-448, fmin(448, step * nearbyint(x / step)));
+}
+
+/* Rounds values[R, C] in place, with a power of two as scale for each 128 x 128. */
+static void round_blocks(float *values, int64_t R, int64_t C) {
+    for (int64_t r0 = 0; r0 < R; r0 += 128)
+        for (int64_t c0 = 0; c0 < C; c0 += 128) {
+            double amax = 0;
+            for (int64_t r = r0; r < mt_min(r0 + 128, R); r++)
+                for (int64_t c = c0; c < mt_min(c0 + 128, C); c++) amax = fmax(amax, fabs((double)values[r * C + c]));
+            int scale = amax > 0 ? ilogb(448 / amax) : 0;
+            for (int64_t r = r0; r < mt_min(r0 + 128, R); r++)
+                for (int64_t c = c0; c < mt_min(c0 + 128, C); c++)
+                    values[r * C + c] = (float)ldexp(nearest_e4m3(ldexp((double)values[r * C + c], scale)), -scale);
+        }
+}
+
+/* Both models have the same logits and gradients of adapters, bit for bit. */
+static void assert_same_passes(fixture *a, fixture *b, const char *what) {
+    int64_t num_params, bytes = TOKENS * a->options.stack.vocab_size * 4;
+    float *logits[] = {mt_malloc(bytes), mt_malloc(bytes)};
+    fixture *both[] = {a, b};
+    for (int i = 0; i < 2; i++) {
+        fill_batch(both[i], 0, 0, SEQUENCES, &both[i]->batch);
+        mt_model_forward(both[i]->model, &both[i]->batch, true);
+        mt_model_backward(both[i]->model);
+        mt_model_forward(both[i]->model, &both[i]->batch, false);
+        mt_model_read(both[i]->model, NULL, NULL, logits[i]);
+    }
+    if (memcmp(logits[0], logits[1], (size_t)bytes) != 0)
+        fail_msg("%s: the logits are off by %g", what, relative_error(logits[1], logits[0], bytes / 4, 1));
+    const mt_param *params = mt_model_params(a->model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        size_t count = (size_t)(params[i].rows * params[i].cols);
+        if (!params[i].trained) continue;
+        if (memcmp(values_of(a, &params[i], true), values_of(b, &params[i], true), count * 4) != 0)
+            fail_msg("%s: another gradient of %s", what, params[i].hf_name);
+    }
+    free(logits[0]), free(logits[1]);
+}
+
+static void a_base_in_fp8_is_one_whose_matrices_were_rounded(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        fixture rounded = open_adapted(families[k], ALL_LINEAR), coded = open_adapted(families[k], BASE_IN_FP8);
+        int64_t num_params, count = 0;
+        create_model(&rounded, &mt_grid_of_one);
+        create_model(&coded, &mt_grid_of_one);
+        const mt_param *params = mt_model_params(coded.model, &num_params);
+        for (int64_t i = 0; i < num_params; i++) {
+            const mt_param *p = &params[i];
+            bool is_narrow = p->role >= MT_KDA_F_A && p->role <= MT_KDA_G_B; // as in products in fp8
+            if (p->can_adapt && !p->in_fp8 && !is_narrow) fail_msg("%s: %s is not in fp8", families[k], p->hf_name);
+            assert_false(p->in_fp8 && (p->is_vector || p->trained || p->layer < 0));
+            if (!p->in_fp8) continue;
+            round_blocks(values_of(&rounded, p, false), p->rows, p->cols); // both tables are one
+            count++;
+        }
+        assert_true(count > 0);
+        fill_adapters(&rounded, 0.2f);
+        fill_adapters(&coded, 0.2f);
+        assert_same_passes(&rounded, &coded, families[k]);
+        close_family(&rounded);
+        close_family(&coded);
+    }
+}
+
+/* The values of a base in fp8 as the base of another model, in its type. */
+static void copy_base(const fixture *to, const fixture *coded) {
+    int64_t num_params;
+    const mt_param *params = mt_model_params(coded->model, &num_params);
+    const mt_param *others = mt_model_params(to->model, &num_params);
+    for (int64_t i = 0; i < num_params; i++) {
+        int64_t n = params[i].rows * params[i].cols;
+        mt_shard shard = mt_state_shard(to->model, &others[i], MT_STATE_WEIGHTS);
+        if (!params[i].in_fp8) continue;
+        float *values = mt_malloc(n * 4);
+        uint16_t *halves = mt_malloc(n * 2);
+        mt_state_read(coded->model, &params[i], MT_STATE_WEIGHTS, 0, values, n);
+        for (int64_t e = 0; e < n && shard.dtype != MT_F32; e++) halves[e] = mt_f32_to_half(values[e], shard.dtype);
+        mt_shard_write(to->model, &shard, others[i].offset, shard.dtype == MT_F32 ? (void *)values : halves, n);
+        free(values), free(halves);
+    }
+}
+
+static void products_of_every_type_read_a_base_in_fp8(void **state) {
+    (void)state;
+    static const struct {
+        const char *family, *type;
+    } rows[] = {{"llama", " --bf16"},
+                {"llama", " --fp16 --accumulate-allreduce-grads-in-fp32"},
+                {"gpt2", " --bf16"},
+                {"mixtral", " --bf16"},
+                {"llama", " --fp8-format e4m3 --fp8-recipe blockwise"},
+                {"llama", " --bf16 --fp8-format hybrid --fp8-recipe delayed"},
+                {"llama", " --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"},
+                {"qwen3_moe", " --bf16 --fp8-format e4m3 --fp8-recipe mxfp8"}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char options[256];
+        snprintf(options, sizeof options, ALL_LINEAR "%s", rows[i].type);
+        fixture rounded = open_adapted(rows[i].family, options);
+        snprintf(options, sizeof options, BASE_IN_FP8 "%s", rows[i].type);
+        fixture coded = open_adapted(rows[i].family, options);
+        create_model(&rounded, &mt_grid_of_one);
+        create_model(&coded, &mt_grid_of_one);
+        copy_base(&rounded, &coded);
+        assert_same_passes(&rounded, &coded, rows[i].type);
+        close_family(&rounded);
+        close_family(&coded);
+    }
+}
+
+/* Both as tensors of a folder and of a stream. */
+static void a_base_in_fp8_is_saved_and_streamed_as_its_values(void **state) {
+    (void)state;
+    static const char *const cases[] = {"llama", "gpt2", "mixtral"};
+    for (int k = 0; k < 3; k++) {
+        fixture rounded = open_adapted(cases[k], ALL_LINEAR), coded = open_adapted(cases[k], BASE_IN_FP8);
+        mt_checksums sums = {0};
+        mt_error error;
+        mt_tensor_stream *stream;
+        mt_whole_tensor tensor;
+        mt_safetensors *set;
+        int64_t count = 0;
+        char names[2][32];
+        for (int i = 0; i < 2; i++) {
+            fixture *f = i ? &coded : &rounded;
+            create_model(f, &mt_grid_of_one);
+            if (i == 1) copy_base(&rounded, &coded);
+        }
+        for (int i = 0; i < 2; i++) {
+            snprintf(names[i], sizeof names[i], "%s_%s", cases[k], i ? "coded" : "rounded");
+            assert_int_equal(mkdir(at(names[i]), 0700), 0);
+            mt_model *model = i ? coded.model : rounded.model;
+            if (mt_safetensors_save_folder(model, at(names[i]), "model", INT64_MAX, "--save", &sums, &error) != 0)
+                fail_msg("%s", error.text);
+        }
+        char *folder = mt_strdup(at(names[0]));
+        assert_same_tensors(folder, at(names[1]), "model");
+        assert_int_equal(mt_safetensors_open_folder(&set, folder, "model", &error), 0);
+        assert_int_equal(mt_tensor_stream_open(&stream, coded.model, MT_STREAM_WEIGHTS, 0, &error), 0);
+        while (mt_tensor_stream_next(stream, &tensor)) {
+            const mt_tensor_info *saved = mt_safetensors_find(set, tensor.name);
+            assert_non_null(saved);
+            assert_int_equal(saved->bytes, tensor.count * 4);
+            assert_memory_equal(saved->data, tensor.values, (size_t)saved->bytes);
+            count++;
+        }
+        assert_int_equal(count, mt_safetensors_count(set));
+        mt_tensor_stream_close(stream);
+        mt_safetensors_close(set);
+        mt_checksums_free(&sums);
+        free(folder);
+        close_family(&rounded);
+        close_family(&coded);
+    }
+}
+
+static int64_t allocated;
+
+static void *count_alloc(int64_t bytes) {
+    allocated += bytes;
+    return mt_cpu_ops.memory_alloc(bytes);
+}
+
+static void *count_alloc_ordered(int64_t bytes, mt_stream *stream) {
+    allocated += bytes;
+    return mt_cpu_ops.memory_alloc_ordered(bytes, stream);
+}
+
+static void a_base_in_fp8_takes_the_bytes_of_its_plan(void **state) {
+    (void)state;
+    static const char *const types[] = {" --bf16", " --bf16 --fp8-format e4m3 --fp8-recipe blockwise"};
+    mt_ops counting = mt_cpu_ops;
+    counting.memory_alloc = count_alloc, counting.memory_alloc_ordered = count_alloc_ordered;
+    for (int k = 0; k < 2; k++) {
+        char options[256];
+        int64_t num_params, expected = 0, slack = 0, largest = 0;
+        mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+        mt_error error;
+        snprintf(options, sizeof options, BASE_IN_FP8 "%s", types[k]);
+        fixture f = open_adapted("llama", options);
+        allocated = 0;
+        if (mt_model_create(&f.model, &f.options.stack, &mt_grid_of_one, &counting, &plan, &error) != 0)
+            fail_msg("%s", error.text);
+        assert_int_equal(allocated, mt_model_planned_bytes(f.model, MT_PLAN_TOTAL));
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        for (int64_t i = 0; i < num_params; i++) {
+            int64_t n = params[i].rows * params[i].cols;
+            bool is_base = params[i].is_linear && params[i].layer >= 0 && !params[i].trained;
+            expected += is_base ? n + 4 * 4 : 2 * n; // a matrix is a block, whose row of scales has 4
+            slack += 2 * 256;
+            largest = is_base ? mt_max(largest, n) : largest;
+        }
+        assert_in_range(mt_model_planned_bytes(f.model, MT_PLAN_WEIGHTS), expected, expected + slack);
+        assert_in_range(mt_model_planned_bytes(f.model, MT_PLAN_FP8), 2 * largest, INT64_MAX); // values of one matrix
+        close_family(&f);
+    }
+}
+
+/* ---- files */
 
 static void a_checkpoint_is_a_folder_of_peft(void **state) {
     (void)state;
@@ -636,6 +847,10 @@ static void what_is_not_supported_is_refused(void **state) {
     (void)state;
     assert_refused("--lora-rank 4", "--lora-target");
     assert_refused("--lora-target q_proj", "--lora-rank");
+    assert_refused("--lora-base-dtype fp8", "--lora-base-dtype fp8 needs --lora-rank");
+    assert_refused("--lora-rank 4 --lora-target q_proj --lora-base-dtype fp8 "
+                   "--data-parallel-sharding-strategy optim_grads_params",
+                   "--lora-base-dtype fp8 and --data-parallel-sharding-strategy optim_grads_params exclude each other");
     assert_refused("--lora-rank 4 --lora-target q_porj", "did you mean q_proj?");
     assert_refused("--lora-rank 4 --lora-target lm_head",
                    "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj");
@@ -789,6 +1004,10 @@ int main(void) {
         cmocka_unit_test(adapters_equal_the_merged_model_on_every_family),
         cmocka_unit_test(sequences_of_a_table_are_those_of_one_adapter_alone),
         cmocka_unit_test(switched_off_adapters_leave_no_trace),
+        cmocka_unit_test(a_base_in_fp8_is_one_whose_matrices_were_rounded),
+        cmocka_unit_test(products_of_every_type_read_a_base_in_fp8),
+        cmocka_unit_test(a_base_in_fp8_is_saved_and_streamed_as_its_values),
+        cmocka_unit_test(a_base_in_fp8_takes_the_bytes_of_its_plan),
         cmocka_unit_test(a_checkpoint_is_a_folder_of_peft),
         cmocka_unit_test(a_run_continues_bit_for_bit),
         cmocka_unit_test(a_merged_folder_is_a_whole_model),

@@ -514,7 +514,9 @@ static void the_text_model_beside_a_vision_tower_is_read(void **state) {
         char *json = json_dumps(whole, 0);
         json_decref(whole);
         mt_options_default(&o);
+        o.language_model_only = true;
         if (mt_options_read_hf_config(&o, json, (int64_t)strlen(json), path, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(o.stack.vision.tower, MT_VISION_NONE);
         assert_int_equal(o.stack.hf_family, f.options.stack.hf_family);
         assert_int_equal(o.stack.untie_embeddings_and_output_weights,
                          f.options.stack.untie_embeddings_and_output_weights);

@@ -578,6 +578,35 @@ static void parts_of_weights_match_the_cpu_bit_for_bit(void **state) {
         }
 }
 
+/* ==== values of codes ============================================================================================= */
+
+/* Rows of any width, also where codes or values begin between the words that a thread loads. */
+static void values_of_codes_match_the_cpu_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t sizes[][2] = {{1, 1}, {128, 128}, {300, 7}, {129, 520}, {1000, 1024}, {5, 1000}};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    for (int i = 0; i < 36; i++) {
+        int64_t R = sizes[i / 6][0], C = sizes[i / 6][1], n = R * C, scales = (R + 127) / 128 * ((C + 511) / 512 * 4);
+        int64_t odd = i / 3 % 2, size = mt_dtype_size(types[i % 3]), bytes = n * size;
+        uint8_t *codes = mt_malloc(n + odd);
+        float *inverse_scales = mt_malloc(scales * 4);
+        char *want = mt_malloc(bytes), *got = mt_malloc(bytes), *out = gpu->memory_alloc(bytes + size);
+        for (int64_t k = 0; k < n + odd; k++) codes[k] = (uint8_t)(random_below(127) | random_below(2) << 7);
+        for (int64_t k = 0; k < scales; k++) inverse_scales[k] = 1 + random_float() / 2;
+        mt_dequantize_args a = {codes + odd, inverse_scales, R, C, want};
+        mt_cpu_ops.dequantize(&a, types[i % 3], NULL);
+        uint8_t *on_gpu = to_gpu(codes, n + odd);
+        float *scales_on_gpu = to_gpu(inverse_scales, scales * 4);
+        a = (mt_dequantize_args){on_gpu + odd, scales_on_gpu, R, C, out + odd * size};
+        gpu->dequantize(&a, types[i % 3], stream);
+        from_gpu(got, a.out, bytes);
+        assert_memory_equal(got, want, (size_t)bytes);
+        gpu->memory_free(on_gpu), gpu->memory_free(scales_on_gpu), gpu->memory_free(out);
+        free(codes), free(inverse_scales), free(want), free(got);
+    }
+}
+
 /* ==== delayed scaling ============================================================================================= */
 
 static void scales_of_delayed_scaling_match_the_cpu_bit_for_bit(void **state) {
@@ -619,6 +648,7 @@ int main(void) {
         cmocka_unit_test(products_of_experts_match_the_cpu),
         cmocka_unit_test(products_of_many_experts_match_the_cpu),
         cmocka_unit_test(parts_of_weights_match_the_cpu_bit_for_bit),
+        cmocka_unit_test(values_of_codes_match_the_cpu_bit_for_bit),
         cmocka_unit_test(scales_of_delayed_scaling_match_the_cpu_bit_for_bit),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);

@@ -602,7 +602,7 @@ static void an_extension_changes_no_earlier_order(void **state) {
     mt_error error;
     assert_ok(mt_indexed_dataset_open(&indexed, GOLDEN "alpha", &error), &error);
     assert_ok(mt_gpt_dataset_create(&plain, indexed, 0, 57, 20, &config, &error), &error);
-    assert_ok(mt_gpt_dataset_extend(&extended, indexed, 0, 57, sizes, 3, &config, &error), &error);
+    assert_ok(mt_indexed_dataset_extend(&extended, indexed, 0, 57, sizes, 3, &config, &error), &error);
     int32_t *want = read_all(plain, plain->num_samples), *got = read_all(extended, plain->num_samples);
     assert_memory_equal(want, got, (size_t)(plain->num_samples * (config.seq_length + 1) * 4));
     free(want), free(got);

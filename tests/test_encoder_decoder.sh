@@ -6,6 +6,7 @@ set -u
 . tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 golden=tests/golden/t5
+preprocess=$(dirname "$train")/data/preprocess
 
 tidy() {
     rm -rf "$work"/*
@@ -43,7 +44,10 @@ refuses() {
 what_is_missing_is_refused() {
     pairs
     refuses '--context-parallel-size 2: an encoder-decoder keeps its sequences whole' --context-parallel-size 2 &&
-        refuses '--pipeline-model-parallel-size 2: an encoder-decoder is one stage' --pipeline-model-parallel-size 2 &&
+        refuses '--encoder-num-layers plus twice --decoder-num-layers, 3, must be a multiple of 2 pipeline ranks' \
+            --pipeline-model-parallel-size 2 --print-schedule &&
+        refuses "'Et|tL' has 2 layers, but --encoder-num-layers plus twice --decoder-num-layers is 3" \
+            --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tL' --print-schedule &&
         refuses '--fp8-format: an encoder-decoder' --fp8-format hybrid &&
         refuses '--lora-rank: an encoder-decoder has no adapters' --lora-rank 4 --lora-target q &&
         refuses '--stage: an encoder-decoder is trained by pt and sft' --stage dpo &&
@@ -52,6 +56,7 @@ what_is_missing_is_refused() {
         refuses '--fine-grained-activation-offloading: an encoder-decoder' --fine-grained-activation-offloading \
             --offload-modules mlp_norm &&
         refuses '--recompute-granularity selective: an encoder-decoder' --recompute-granularity selective &&
+        refuses '--mask-prob and --sft exclude each other' --mask-prob 0.2 &&
         refuses '--sequence-packing: pairs of an encoder-decoder are not packed' --sequence-packing &&
         refuses '--variable-seq-lengths: micro-batches of an encoder-decoder' --variable-seq-lengths &&
         refuses '--decoder-num-layers and --num-experts exclude' --num-experts 4 &&
@@ -112,13 +117,56 @@ folders_are_read_and_written() {
     says 't5 model: 3 and 3 layers of encoder and decoder' "$work/out"
 }
 
-# Six steps in one run, and in two; the second on two tensor-parallel ranks with shards, where there is MPI.
+# Masked spans of a text's lines: the loss falls, whatever the layout; a run goes on with the next samples.
+masked_spans_are_found() {
+    for i in 1 2 3 4 5 6 7 8; do echo "the $i of $i and the $i are $i"; done >"$work/text.txt"
+    "$preprocess" --input "$work/text.txt" --documents lines --tokenizer-type ByteLevel --append-eod \
+        --output-prefix "$work/text" >"$work/out" 2>"$work/err" || return 1
+    # shellcheck disable=SC2086
+    set -- $shape --encoder-seq-length 32 --decoder-seq-length 32 --tokenizer-type ByteLevel --vocab-extra-ids 20 \
+        --data-path "$work/text_text_document" --split 1,0,0 --eval-iters 0 --device cpu --lr 1e-2 \
+        --lr-decay-style constant --micro-batch-size 4 --global-batch-size 8
+    on_ranks 1 "$train" "$@" --train-iters 40 --metrics "$work/whole" || return 1
+    series lm_loss "$work/whole" >"$work/losses"
+    awk 'NR == 1 { first = $1 } END { exit !(NR == 40 && first > 5 && $1 < 3) }' "$work/losses" || return 1
+    on_ranks 1 "$train" "$@" --train-iters 40 --exit-interval 30 --save "$work/model" --metrics "$work/parts" &&
+        on_ranks 1 "$train" "$@" --train-iters 40 --load "$work/model" --metrics "$work/parts" || return 1
+    same_series "$work/whole" "$work/parts" 0 0 lm_loss grad_norm || return 1
+    refused 'or other masked spans' "$train" "$@" --train-iters 40 --load "$work/model" --mask-prob 0.3 &&
+        refused 'has more than 2 masked spans' "$train" "$@" --train-iters 2 --vocab-extra-ids 2 &&
+        refused 'are longer than --decoder-seq-length 3' "$train" "$@" --train-iters 9 --decoder-seq-length 3 &&
+        refused 'give --vocab-extra-ids 100' "$train" "$@" --train-iters 2 --vocab-extra-ids 0
+}
+
+# Six steps in one run, and in two.
 a_run_goes_on() {
     pairs
     run --train-iters 6 --metrics "$work/whole" || return 1
     run --train-iters 6 --exit-interval 3 --save "$work/model" --metrics "$work/parts" &&
         run --train-iters 6 --load "$work/model" --save "$work/model" --metrics "$work/parts" || return 1
-    series loss "$work/whole" >"$work/a" && series loss "$work/parts" >"$work/b" && cmp "$work/a" "$work/b"
+    same_series "$work/whole" "$work/parts" 0 0 lm_loss grad_norm
+}
+
+# Six steps on one rank; and two on stages that a layout names, two on stages of equal work, two on tensor ranks, with
+# the prompt then answered by stages. The checkpoints pass from one to the next.
+a_run_goes_on_with_other_stages() {
+    [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null || return 0
+    pairs
+    run --train-iters 6 --metrics "$work/whole" || return 1
+    for layout in "--exit-interval 2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|tttL" \
+        "--exit-interval 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto" \
+        --tensor-model-parallel-size\ 2; do
+        # shellcheck disable=SC2086
+        ranks=2 run --train-iters 6 --load "$work/model" --save "$work/model" --metrics "$work/parts" $layout ||
+            return 1
+    done
+    same_series "$work/whole" "$work/parts" 1e-5 1e-3 lm_loss grad_norm || return 1
+    set -- --load "$work/model/latest" --device cpu --prompt-tokens 5,9,14 --print-tokens --temperature 0 \
+        --max-new-tokens 6
+    on_ranks 1 "$infer" "$@" || return 1
+    cp "$work/out" "$work/one"
+    on_ranks 2 "$infer" "$@" --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 || return 1
+    cmp "$work/one" "$work/out"
 }
 
 check what_is_missing_is_refused what_is_missing_is_refused
@@ -126,5 +174,7 @@ check lines_that_are_no_pairs_are_refused lines_that_are_no_pairs_are_refused
 check a_trained_model_answers a_trained_model_answers
 check texts_are_read_and_written texts_are_read_and_written
 check folders_are_read_and_written folders_are_read_and_written
+check masked_spans_are_found masked_spans_are_found
 check a_run_goes_on a_run_goes_on
+check a_run_goes_on_with_other_stages a_run_goes_on_with_other_stages
 exit $failed

@@ -2,7 +2,10 @@
  * in MXFP4, as gpt-oss's, load to the values that the same folder without quantization has; bad scales are refused by
  * name. */
 #include "../data/base/safetensors.h"
+#include "../data/checkpoint/checkpoint_load.h"
 #include "../data/checkpoint/hf_folder.h"
+#include "../data/checkpoint/run_options.h"
+#include "../data/options/option_table.h"
 #include "families.h"
 #include "folder.h"
 
@@ -362,6 +365,59 @@ static void matrices_larger_than_the_buffers_load(void **state) {
     tensors_free();
 }
 
+/* The base below adapters in fp8: nothing is rounded twice. */
+static void a_frozen_base_keeps_the_codes_of_a_folder(void **state) {
+    (void)state;
+    static const int64_t block[2] = {128, 128};
+    for (int k = 0; k < 2; k++) {
+        const char *name = k ? "codes_of_bf16" : "codes";
+        char line[1024], *arguments[32];
+        int count = 0;
+        int64_t num_params, num_buckets, compared = 0;
+        mt_run_options options;
+        mt_run_state run = {0};
+        mt_model *model;
+        mt_safetensors *set;
+        mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = true};
+        mt_error error;
+        make_large();
+        write_folder(name, large_config, block, k ? MT_BF16 : MT_F32, NONE, NULL); // now all has the values of codes
+        snprintf(line, sizeof line,
+                 "train --load %s --mock-data --seq-length 8 --train-iters 1 --lr 1 --device cpu --lora-rank 1 "
+                 "--lora-target all-linear --lora-base-dtype fp8",
+                 at(name));
+        for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+        if (mt_options_parse(&options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
+            mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
+            mt_model_create(&model, &options.stack, &mt_grid_of_one, &mt_cpu_ops, &plan, &error) != 0 ||
+            mt_checkpoint_load(model, &options, &run, at(name), &error) != 0 ||
+            mt_safetensors_open_folder(&set, at(name), "model", &error) != 0)
+            fail_msg("%s", error.text);
+        const mt_param *params = mt_model_params(model, &num_params);
+        const mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
+        for (const mt_param *p = params; p < params + num_params; p++) {
+            if (!p->in_fp8) continue;
+            const mt_tensor_info *tensor = mt_safetensors_find(set, p->hf_name);
+            assert_non_null(tensor);
+            assert_int_equal(tensor->bytes, p->rows * p->cols);
+            if (memcmp((const char *)buckets[p->bucket].params + p->place, tensor->data, (size_t)tensor->bytes) != 0)
+                fail_msg("%s has other codes", p->hf_name);
+            const matrix *m = all.list;
+            while (strcmp(m->name, p->hf_name) != 0) m++;
+            float *values = mt_malloc(tensor->bytes * 4);
+            mt_state_read(model, p, MT_STATE_WEIGHTS, 0, values, tensor->bytes);
+            for (int64_t i = 0; i < tensor->bytes; i++)
+                assert_true(fabsf(values[i] - m->values[i]) <= 0x1p-22f * fabsf(m->values[i]));
+            free(values), compared++;
+        }
+        assert_int_equal(compared, 7);
+        mt_safetensors_close(set);
+        mt_model_destroy(model);
+        mt_options_free(&options);
+    }
+    tensors_free();
+}
+
 static void experts_in_mxfp4_load_to_the_values_of_the_grid(void **state) {
     (void)state;
     static const int64_t block[2] = {MXFP4, MXFP4};
@@ -449,6 +505,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         ROOT_TEST(every_family_loads_the_product_of_codes_and_scales),
         ROOT_TEST(matrices_larger_than_the_buffers_load),
+        ROOT_TEST(a_frozen_base_keeps_the_codes_of_a_folder),
         ROOT_TEST(experts_in_mxfp4_load_to_the_values_of_the_grid),
         ROOT_TEST(blocks_of_another_shape_or_without_scales_are_refused),
         ROOT_TEST(bad_scales_are_refused_by_name),

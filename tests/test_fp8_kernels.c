@@ -346,6 +346,35 @@ static void scales_of_mxfp8_are_powers_of_two(void **state) {
     free(x);
 }
 
+/* ---- values of codes --------------------------------------------------------------------------------------------- */
+
+static void dequantize_multiplies_every_code_with_the_scale_of_its_block(void **state) {
+    (void)state;
+    static const int64_t shapes[][2] = {{1, 1}, {128, 128}, {300, 7}, {129, 520}, {5, 1000}};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    for (int i = 0; i < 15; i++) {
+        int64_t R = shapes[i / 3][0], C = shapes[i / 3][1], columns = (C + 511) / 512 * 4, scales = (R + 127) / 128;
+        mt_dtype dtype = types[i % 3];
+        uint8_t *codes = mt_malloc(R * C);
+        float *inverse_scales = mt_malloc(scales * columns * 4);
+        char *out = mt_malloc(R * C * mt_dtype_size(dtype));
+        for (int64_t k = 0; k < R * C; k++) codes[k] = (uint8_t)(k * 37 % 255); // no NaN of either sign but one
+        for (int64_t k = 0; k < scales * columns; k++) inverse_scales[k] = 0.01f * (float)(k + 1);
+        mt_dequantize_args a = {codes, inverse_scales, R, C, out};
+        ops->dequantize(&a, dtype, NULL);
+        for (int64_t k = 0; k < R * C; k++) {
+            float scale = inverse_scales[k / C / 128 * columns + k % C / 128];
+            float want = mt_f8_to_f32(codes[k], MT_F8_E4M3) * scale, got;
+            uint16_t half;
+            memcpy(dtype == MT_F32 ? (void *)&got : &half, out + k * mt_dtype_size(dtype), dtype == MT_F32 ? 4 : 2);
+            if (dtype != MT_F32)
+                got = mt_half_to_f32(half, dtype), want = mt_half_to_f32(mt_f32_to_half(want, dtype), dtype);
+            assert_true(got == want || (isnan(got) && isnan(want)));
+        }
+        free(codes), free(inverse_scales), free(out);
+    }
+}
+
 /* ---- a rank's part of weights ------------------------------------------------------------------------------------ */
 
 /* Three ranks quantize a part of the weights each, cut within rows and blocks. Codes, scales and the transposes are
@@ -578,6 +607,7 @@ int main(void) {
         cmocka_unit_test(activations_quantize_what_they_compute),
         cmocka_unit_test(norms_quantize_what_they_compute),
         cmocka_unit_test(scales_of_mxfp8_are_powers_of_two),
+        cmocka_unit_test(dequantize_multiplies_every_code_with_the_scale_of_its_block),
         cmocka_unit_test(parts_of_weights_are_quantized_like_the_whole),
         cmocka_unit_test(products_equal_float64_of_the_decoded_operands),
         cmocka_unit_test(products_of_experts_equal_float64),

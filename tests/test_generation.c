@@ -794,7 +794,7 @@ static int64_t row_of(const mt_batcher *b, int64_t key) {
  * sequence, and that what it writes was no other's. Returns the tokens of prompts. */
 static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
     const mt_batch *batch = &b->batch;
-    int64_t logits = 0, prefill = 0;
+    int64_t logits = 0, prefill = 0, keys = 0;
     assert_in_range(batch->num_tokens, 1, b->plan.max_tokens);
     for (int64_t i = 0; i < b->num_copies; i++)
         for (int64_t r = 0; r < b->copies[i].rows; r++)
@@ -815,7 +815,9 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
             assert_true(t >= batch->adapter_rows[adapter > 0 ? adapter - 1 : n]);
             assert_true(adapter == 0 || t + span->q_len <= batch->adapter_rows[adapter]);
         }
-        prefill += span->q_len > 1 || first < sequences[i].num_prompt ? span->q_len : 0;
+        bool is_prefill = first + 1 < sequences[i].num_tokens || first < sequences[i].num_prompt;
+        if (is_prefill) prefill += span->q_len;
+        for (int64_t at = first; at < span->k_len && is_prefill; at++) keys += at + 1;
         uint64_t hash = (uint64_t)sequences[i].adapter; // another adapter has other keys for the same tokens
         for (int64_t at = 0; at < first; at++) hash = extend(hash, sequences[i].tokens[at]);
         if (b->plan.has_states && first > 0) assert_true(cache->states[0][slot] == hash);
@@ -833,7 +835,9 @@ static void run_fake(fake_cache *cache, const mt_batcher *b, const mt_sequence *
         }
     }
     assert_int_equal(b->num_logits, logits);
-    assert_true(b->max_prefill == 0 || prefill <= b->max_prefill);
+    assert_int_equal(prefill, b->prefill.tokens);
+    assert_int_equal(keys, b->prefill.keys);
+    assert_true(prefill <= b->max_prefill.tokens && (keys <= b->max_prefill.keys || prefill == 1));
     for (int64_t s = 0; s < batch->num_spans; s++) { // after all writes, as in a layer
         const mt_span *span = &batch->spans[s];
         uint64_t hash;
@@ -872,7 +876,8 @@ static void batches_read_the_prefix_of_each_sequence(void **state) {
         plan.num_pages = most + words[3] % (2 * most), plan.has_states = trial % 4 > 1;
         plan.num_adapters = trial % 3;
         mt_batcher *b = mt_batcher_create(&plan);
-        b->max_prefill = trial % 5 < 2 ? 1 + words[2] % 9 : 0;
+        if (trial % 5 < 2) b->max_prefill.tokens = 1 + words[2] % 9;
+        if (trial % 5 == 1 || trial % 5 == 2) b->max_prefill.keys = words[2] / 9 % 60;
         uint64_t states[2][8] = {{0}};
         fake_cache cache = {&plan, mt_calloc((plan.num_pages + 1) * plan.page_rows * 8), {states[0], states[1]}};
         mt_sequence sequences[MANY];
@@ -961,7 +966,7 @@ static void samples_of_a_prompt_share_its_pages(void **state) {
 static int64_t read_prompts(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     int64_t read = 0;
     while (mt_batcher_next(b, sequences, count) > 0) {
-        read += b->num_prefill;
+        read += b->prefill.tokens;
         for (int64_t i = 0; i < b->num_logits; i++) sequences[b->logit_sequences[i]].finish = MT_FINISH_LENGTH;
     }
     return read;

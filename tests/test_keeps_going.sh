@@ -33,7 +33,7 @@ begin() {
 
 # The run stopped early and saved its last step.
 saved_its_last_step() {
-    iteration=$(cat "$work/save/latest_checkpointed_iteration.txt") && [ "$iteration" -gt 3 ] &&
+    iteration=$(cat "$work/save/latest_checkpointed_iteration.txt") && [ "$iteration" -ge "${1:-4}" ] &&
         grep -q "stopped early after iteration $iteration\$" "$work/out" &&
         [ "$(tail -n 1 "$work/m.jsonl" | sed 's/.*"iteration": \([0-9]*\).*/\1/')" = "$iteration" ]
 }
@@ -66,12 +66,16 @@ without_the_handler_a_signal_ends_the_run_at_once() {
     ! wait $job && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ]
 }
 
+# It takes a step even if the limit is over before it.
 a_run_at_its_time_limit_is_saved_on_all_ranks() {
     : >"$work/err"
     # shellcheck disable=SC2086
     $MPIRUN -np 3 "$train" $small --global-batch-size 6 --train-iters 100000000 --save "$work/save" \
         --exit-duration-in-mins 0.02 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
-        saved_its_last_step || return 1
+        saved_its_last_step 1 || return 1
+    # shellcheck disable=SC2086
+    "$train" $small --train-iters 100000000 --save "$work/one" --exit-duration-in-mins 1e-9 >"$work/out" 2>"$work/err" \
+        </dev/null && [ "$(cat "$work/one/latest_checkpointed_iteration.txt")" = 1 ] || return 1
     # the run continues from there
     iteration=$(cat "$work/save/latest_checkpointed_iteration.txt")
     # shellcheck disable=SC2086

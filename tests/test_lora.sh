@@ -27,6 +27,30 @@ a_run_resumes_from_its_adapter() {
         cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ]
 }
 
+# A base in fp8: a run that stops and resumes; its adapter is merged into the folder of the base. With --fp8-recipe
+# blockwise products read the codes of a model whose matrices are 128 wide: the losses are those of quantized weights.
+a_base_in_fp8_trains_resumes_and_merges() {
+    set -- --lora-base-dtype fp8 --lr-decay-iters 5 --log-params-norm
+    tunes "$@" --train-iters 5 --metrics "$work/whole8" &&
+        tunes "$@" --train-iters 3 --metrics "$work/first8" --save "$work/save8" &&
+        tunes "$@" --train-iters 5 --metrics "$work/second8" --save "$work/save8" --auto-resume &&
+        losses "$work/whole8" >"$work/expected" &&
+        { losses "$work/first8" && losses "$work/second8"; } >"$work/actual" &&
+        cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    "$infer" --load $base --load-adapter "$work/save8" --merge-adapter "$work/merged8" --device cpu >"$work/out" \
+        2>"$work/err" </dev/null && says 'wrote the merged model' "$work/out" || return 1
+    set -- --mock-data --vocab-size 64 --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 2 \
+        --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 16 \
+        --hidden-dropout 0 --attention-dropout 0 --global-batch-size 2 --train-iters 3 --lr 1e-2 --device cpu \
+        --lora-rank 2 --lora-target all-linear --fp8-format e4m3 --fp8-recipe blockwise
+    "$train" "$@" --metrics "$work/codes" >"$work/out" 2>"$work/err" </dev/null &&
+        "$train" "$@" --lora-base-dtype fp8 --metrics "$work/codes8" >"$work/out" 2>"$work/err" </dev/null &&
+        losses "$work/codes" >"$work/expected" && losses "$work/codes8" >"$work/actual" &&
+        cmp "$work/expected" "$work/actual" && [ "$(sort -u "$work/actual" | wc -l)" = 5 ] || return 1
+    refused 'lora-base-dtype fp8 and --stage rl exclude each other' "$train" --load $base --stage rl --data-path none \
+        --lora-rank 2 --lora-target q_proj --lora-base-dtype fp8 --train-iters 1 --lr 1 --device cpu
+}
+
 scores() {
     "$infer" --device cpu --score $base/tokens.i32 --seq-length 32 "$@" >"$work/out" 2>"$work/err" </dev/null
 }
@@ -111,6 +135,31 @@ what_a_folder_says_goes_with_every_save() {
         "$@" --load "$work/chat" --lora-rank 2 --lora-target q_proj --train-iters 1 --save "$work/low" \
             >"$work/out" 2>"$work/err" </dev/null && "$infer" --load "$work/chat" --load-adapter "$work/low" \
         --merge-adapter "$work/settled" --device cpu >"$work/out" 2>"$work/err" </dev/null && taken "$work/settled"
+}
+
+# peft's users save the tokenizer beside the adapter, with the template of its conversations.
+an_adapter_brings_its_chat_template() {
+    rm -rf "$work/base" && cp -R $base "$work/base" && chmod -R u+w "$work/base" || return 1
+    cp tests/golden/tokenizer/bytelevel.json "$work/base/tokenizer.json"
+    echo '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}' >"$work/talk.jsonl"
+    echo '{"messages": [{"role": "user", "content": "a"}]}' >"$work/ask.jsonl"
+    "$train" --load "$work/base" --lora-rank 2 --lora-target q_proj --sft --train-data-path "$work/talk.jsonl" \
+        --chat-template plain --train-iters 1 --lr 1e-3 --seq-length 32 --save "$work/talks" --device cpu \
+        >"$work/out" 2>"$work/err" </dev/null && [ -s "$work/talks/latest/chat_template.jinja" ] || return 1
+    refused 'has no chat template' "$infer" --load "$work/base" --prompts "$work/ask.jsonl" \
+        --out "$work/said" --max-new-tokens 1 --device cpu
+    "$infer" --load "$work/base" --load-adapter "$work/talks" --prompts "$work/ask.jsonl" \
+        --out "$work/said" --max-new-tokens 1 --device cpu >"$work/out" 2>"$work/err" </dev/null &&
+        "$infer" --load "$work/base" --load-adapter "$work/talks" --merge-adapter "$work/talked" --device cpu \
+            >"$work/out" 2>"$work/err" </dev/null &&
+        cmp "$work/talks/latest/chat_template.jinja" "$work/talked/chat_template.jinja" || return 1
+    "$train" --load "$work/base" --load-adapter "$work/talks" --finetune --sft --train-data-path "$work/talk.jsonl" \
+        --train-iters 1 --lr 1e-3 --seq-length 32 --save "$work/more" --device cpu >"$work/out" 2>"$work/err" \
+        </dev/null && cmp "$work/talks/latest/chat_template.jinja" "$work/more/latest/chat_template.jinja" || return 1
+    mkdir "$work/exchanged" && cp "$work/talks/latest"/adapter_* "$work/exchanged" || return 1
+    sed 's/"a":65,"b":66/"a":66,"b":65/' "$work/base/tokenizer.json" >"$work/exchanged/tokenizer.json"
+    refused 'token .* is another text in ' "$infer" --load "$work/base" --load-adapter "$work/exchanged" \
+        --prompt a --max-new-tokens 1 --device cpu
 }
 
 # A damaged tokenizer ends a run; one of a kind that this program lacks is copied, with a line.
@@ -384,10 +433,13 @@ the_reference_of_adapters_is_their_base() {
     losses "$work/dpo_whole" >"$work/expected"
     { losses "$work/dpo_first" && losses "$work/dpo_second"; } >"$work/actual"
     cmp "$work/expected" "$work/actual" && head -1 "$work/actual" | grep -q '^0\.6931' &&
-        [ "$(sort -u "$work/actual" | wc -l)" = 4 ]
+        [ "$(sort -u "$work/actual" | wc -l)" = 4 ] || return 1
+    prefers --lora-base-dtype fp8 --train-iters 1 --metrics "$work/dpo_fp8" && losses "$work/dpo_fp8" | head -1 |
+        grep -q '^0\.6931'
 }
 
 check a_run_resumes_from_its_adapter a_run_resumes_from_its_adapter
+check a_base_in_fp8_trains_resumes_and_merges a_base_in_fp8_trains_resumes_and_merges
 check a_merged_model_scores_like_its_adapter a_merged_model_scores_like_its_adapter
 check merging_beside_other_files_sums_its_own merging_beside_other_files_sums_its_own
 check a_merge_that_fails_leaves_nothing a_merge_that_fails_leaves_nothing
@@ -405,6 +457,7 @@ check adapters_are_not_looked_for_in_a_full_run adapters_are_not_looked_for_in_a
 check a_run_goes_on_with_adapters_or_without_as_it_began a_run_goes_on_with_adapters_or_without_as_it_began
 check what_a_folder_lacks_is_named_before_memory_is_taken what_a_folder_lacks_is_named_before_memory_is_taken
 check a_config_without_its_type_is_refused a_config_without_its_type_is_refused
+check an_adapter_brings_its_chat_template an_adapter_brings_its_chat_template
 check an_adapter_is_no_model an_adapter_is_no_model
 check the_reference_of_adapters_is_their_base the_reference_of_adapters_is_their_base
 exit $failed

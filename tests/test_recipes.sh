@@ -150,6 +150,20 @@ recipes_say_what_the_planner_finds() {
         recipe gpt2-124m-one-t4 1 t4 && recipe qwen3-8b-lora-24gb 1 rtx4090
 }
 
+# Adapters on a base in fp8: of 70 billion parameters on one H200, which has no room for a base in bf16; of 8 billion on
+# a T4, and on 12 GB as its recipe says.
+a_base_in_fp8_fits_where_one_in_bf16_does_not() {
+    explained="--mock-data --explain --gpus 1 --gpu"
+    recipe llama3-70b-lora-one-h200 1 && recipe qwen3-8b-lora-one-t4 1 t4 || return 1
+    # shellcheck disable=SC2086
+    refused 'a GPU needs 150.* GiB, with CUDA and libraries, and the NVIDIA H200' "$train" --config \
+        data/recipes/llama3-70b-lora-one-h200.yaml --lora-base-dtype model $explained h200 || return 1
+    sed 's/^fp16:/bf16:/' data/recipes/qwen3-8b-lora-one-t4.yaml >"$work/3060.yaml" || return 1
+    # shellcheck disable=SC2086
+    "$train" --config "$work/3060.yaml" --seq-length 1024 $explained rtx3060 >"$work/out" 2>"$work/err" &&
+        says 'of 11.6 GiB' "$work/out"
+}
+
 # The small GPUs of data/machines: each has a time, which falls from card to card; a T4 has no bf16.
 small_gpus_are_planned() {
     set -- "$train" --hf-config data/configs/gpt2-124m.json --mock-data --train-iters 1 --lr 1e-4 --seq-length 1024 \
@@ -210,8 +224,9 @@ every_recipe_is_accepted() {
     done
 }
 
-for test in recipes_say_what_the_planner_finds small_gpus_are_planned shapes_of_recipes_are_planned_on_8_and_64_gpus \
-    a_mixer_without_gpu_kernels_is_not_planned every_recipe_is_accepted; do
+for test in recipes_say_what_the_planner_finds a_base_in_fp8_fits_where_one_in_bf16_does_not small_gpus_are_planned \
+    shapes_of_recipes_are_planned_on_8_and_64_gpus a_mixer_without_gpu_kernels_is_not_planned \
+    every_recipe_is_accepted; do
     check $test $test
 done
 check torchrun_is_answered_with_the_command_to_use torchrun_is_answered_with_the_command_to_use

@@ -1399,6 +1399,8 @@ values_are_checked() {
         refuses 'bad.yaml:1: seed expects a value, not a section' 'seed: {a: 1}' 'sft_train: {model_args: {}}' &&
         refuses 'bad.yaml:1: seed expects a whole number, not a list' 'seed: [1, 2]' 'sft_train: {model_args: {}}' &&
         refuses 'sft_train.model_args expects a section of keys' 'sft_train: {model_args: 3, worker_cls: a}' &&
+        refuses 'bad.yaml:1: worker_cls cannot be banana here: a class of one.* take roll.pipeline' \
+            'sft_train: {worker_cls: banana}' &&
         refuses 'bad.yaml:2: seed is given twice in this section' 'seed: 1' 'seed: 2' 'sft_train: {model_args: {}}' &&
         refuses 'device_mapping expects devices' 'sft_train: {model_args: {}, device_mapping: list(8)}' &&
         refuses 'device_mapping expects devices' \

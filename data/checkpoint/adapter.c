@@ -6,6 +6,7 @@
 #include "../models/special_tokens.h"
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
+#include "../tokens/tokenizer.h"
 #include "checkpoint_folder.h"
 #include "resume.h"
 
@@ -649,6 +650,34 @@ int mt_adapter_read_options(mt_run_options *o, mt_error *error) {
     if (status == 0) status = mt_generation_config_add_ends(o, folder, error); // of its chat template
     free(folder);
     return status;
+}
+
+/* Only tokenizers that can be read here are compared. */
+static int mt_adapter_compare_tokenizers(const char *adapter, const char *model, mt_error *error) {
+    mt_error cause;
+    mt_tokenizer *own = NULL, *base = NULL;
+    bool both =
+        mt_tokenizer_open_folder(&own, adapter, &cause) == 0 && mt_tokenizer_open_folder(&base, model, &cause) == 0;
+    int status = both && mt_tokenizer_compare(own, base, &cause) != 0 ? -1 : 0;
+    if (status != 0)
+        mt_error_set(error, "--load-adapter: %s; name the tokenizer by --tokenizer-type and --tokenizer-model",
+                     cause.text);
+    mt_tokenizer_close(own);
+    mt_tokenizer_close(base);
+    return status;
+}
+
+char *mt_adapter_tokenizer_folder(const mt_run_options *o, const char *model_folder, mt_error *error) {
+    if (!o->load_adapter || o->tokenizer_type) return mt_strdup(model_folder);
+    char *folder = mt_adapter_folder(o, error);
+    if (!folder) return NULL;
+    if (mt_folder_has_tokenizer(folder)) {
+        if (mt_adapter_compare_tokenizers(folder, model_folder, error) == 0) return folder;
+        free(folder);
+        return NULL;
+    }
+    free(folder);
+    return mt_strdup(model_folder);
 }
 
 /* ---- which matrices have adapters */

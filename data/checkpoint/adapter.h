@@ -14,6 +14,11 @@ extern "C" {
  * that this program does not have. */
 int mt_adapter_read_options(mt_run_options *options, mt_error *error);
 
+/* The folder whose tokenizer and chat template a run takes, to free: that of --load-adapter if it has a tokenizer, as
+ * programs that save both write it beside the weights; else, and with --tokenizer-type, the model's. NULL with error:
+ * their tokens differ. */
+char *mt_adapter_tokenizer_folder(const mt_run_options *options, const char *model_folder, mt_error *error);
+
 /* An adapter_config.json, with which adapters may differ from matrix to matrix (rank_pattern, alpha_pattern,
  * exclude_modules, layers_to_transform). Free it by mt_adapter_file_close. NULL with error. */
 typedef struct mt_adapter_file mt_adapter_file;

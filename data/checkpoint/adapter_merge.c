@@ -38,7 +38,7 @@ void mt_model_merge_adapters(mt_model *m) {
             base++;
         const mt_param *a = mt_bucket_find(params, adapters, MT_LORA_A, b);
         const mt_param *w = mt_bucket_find(params, base, b->adapts, b);
-        MT_CHECK(a && w && adapters->params && base->params);
+        MT_CHECK(a && w && adapters->params && base->params && base->num_scales == 0);
         char *b_values = (char *)adapters->params + b->offset * mt_dtype_size(dtype);
         mt_grouped_args product = {.M = b->rows, .N = o->lora_rank, .K = w->cols, .E = 1, .accumulate = true};
         product.dy = b_values, product.w = (char *)adapters->params + a->offset * mt_dtype_size(dtype);
@@ -47,8 +47,9 @@ void mt_model_merge_adapters(mt_model *m) {
         ops->grouped_linear_backward_input(&product, dtype, mt_model_stream(m));
     }
     for (const mt_param *b = params; b < params + num_params; b++) {
+        if (b->role != MT_LORA_B) continue;
         mt_shard shard = mt_bucket_shard(m, b->bucket, MT_STATE_WEIGHTS);
-        if (b->role == MT_LORA_B) mt_shard_write(m, &shard, b->offset, NULL, b->rows * b->cols);
+        mt_shard_write(m, &shard, b->offset, NULL, b->rows * b->cols);
     }
 }
 

@@ -42,8 +42,8 @@ static int64_t mt_count_not_finite(const mt_shard *shard, int64_t at, const floa
     return count;
 }
 
-/* The state with scales that a target sets, whose scale its last value may change, as the shard in host memory; no
- * data: none. */
+/* The state with scales that a target sets, or weights in fp8, whose scale its last value may change, as the shard in
+ * host memory; no data: none. */
 static mt_shard mt_target_scaled(mt_target *t, int k) {
     mt_shard part = t->shards[k];
     int64_t begin, end;
@@ -280,7 +280,8 @@ static void mt_target_finish(mt_reader *r, mt_target *t) {
         mt_reader_return(r, t->transposed, own.rows * own.cols * 4);
         t->transposed = NULL;
     }
-    if (t->scaled) mt_state_write(r->model, param, t->weights ? MT_STATE_MASTER : t->state, t->scaled);
+    mt_param_state state = t->weights && !param->in_fp8 ? MT_STATE_MASTER : t->state;
+    if (t->scaled) mt_state_write(r->model, param, state, t->scaled);
     free(t->scaled);
     t->scaled = NULL;
     for (int k = 0; k < 2; k++)
@@ -503,9 +504,9 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
             *t = (mt_target){.param = &params[i], .state = (mt_param_state)state, .weights = weights, .factor = 1};
             t->source = upcycles ? mt_upcycle_source(dense_rows, num_dense, &params[i]) : &params[i];
             t->tensor = t->source ? mt_state_find(set, t->source, (mt_param_state)state) : NULL;
-            t->shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            t->shards[0] = mt_state_shard(m, &params[i], (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
-                t->shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
+                t->shards[1] = mt_state_shard(m, &params[i], MT_STATE_MASTER);
             if (adapter && status == 0) status = mt_target_begin_adapter(m, o, t, adapter, error);
             if (!t->tensor && !adapter) mt_param_init(m, &params[i]); // mt_param_grows, or a new router
             if (!t->tensor) continue;
@@ -532,11 +533,15 @@ static int mt_megatron_add_targets(mt_target **targets, int64_t *count, int64_t 
                                    const mt_megatron_matrix *matrix, mt_error *error) {
     for (int k = 0; k < 2; k++)
         if (target.shards[k].data && mt_state_has_scale(target.shards[k].dtype))
-            return mt_error_set(error,
-                                "%s: the optimizer's state has scales by --exp-avg-dtype, --exp-avg-sq-dtype or "
-                                "--main-params-dtype, which a checkpoint of Megatron-LM cannot fill; convert it to a "
-                                "Hugging Face folder first, by --train-iters 0 without these options",
-                                matrix->pieces[0].tensor.file);
+            return mt_error_set(
+                error,
+                target.param->in_fp8
+                    ? "%s: --lora-base-dtype fp8 does not read a checkpoint of Megatron-LM; convert it "
+                      "to a Hugging Face folder first, by infer --convert"
+                    : "%s: the optimizer's state has scales by --exp-avg-dtype, --exp-avg-sq-dtype or "
+                      "--main-params-dtype, which a checkpoint of Megatron-LM cannot fill; convert it to a "
+                      "Hugging Face folder first, by --train-iters 0 without these options",
+                matrix->pieces[0].tensor.file);
     for (int64_t i = 0; i < matrix->count; i++) {
         const mt_megatron_piece *piece = &matrix->pieces[i];
         target.tensor = &piece->tensor;
@@ -572,9 +577,9 @@ int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, b
                            .factor = 1};
             const mt_megatron_matrix *matrix =
                 mt_megatron_place(checkpoint, &params[i], (mt_param_state)state, &o->stack, folder, &t.place, error);
-            t.shards[0] = mt_bucket_shard(m, params[i].bucket, (mt_param_state)state);
+            t.shards[0] = mt_state_shard(m, &params[i], (mt_param_state)state);
             if (weights && mt_model_dtype(m) != MT_F32 && params[i].trained)
-                t.shards[1] = mt_bucket_shard(m, params[i].bucket, MT_STATE_MASTER);
+                t.shards[1] = mt_state_shard(m, &params[i], MT_STATE_MASTER);
             status = matrix ? mt_megatron_add_targets(&targets, &count, &room, t, matrix, error) : -1;
         }
     }

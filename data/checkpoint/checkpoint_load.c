@@ -248,7 +248,7 @@ static void mt_adapters_init(mt_model *m) {
     for (const mt_param *param = params; param < params + num_params; param++) {
         if (!mt_param_is_adapter(param)) continue;
         for (int state = MT_STATE_WEIGHTS; state <= MT_STATE_MASTER; state++) {
-            mt_shard shard = mt_bucket_shard(m, param->bucket, (mt_param_state)state);
+            mt_shard shard = mt_state_shard(m, param, (mt_param_state)state);
             if (shard.data) mt_shard_write(m, &shard, param->offset, NULL, param->rows * param->cols);
         }
         mt_param_init(m, param);

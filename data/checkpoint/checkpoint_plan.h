@@ -19,7 +19,7 @@ typedef struct mt_saved_tensor {
     int64_t num_params;
     mt_param_state state;
     mt_dtype dtype;
-    int64_t shape[4], num_dims;
+    int64_t shape[MT_PARAM_DIMS], num_dims;
     int64_t file, offset, bytes; // number in the set; offset in the file
     mt_core_chunk chunk;         // of torch_dist
     bool trained;                // of torch_dist: by the optimizer

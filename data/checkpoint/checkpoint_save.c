@@ -468,7 +468,7 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, cons
                                   int64_t *begin, int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
-    mt_shard shard = mt_bucket_shard(m, param->bucket, tensor->state);
+    mt_shard shard = mt_state_shard(m, param, tensor->state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     mt_placement place = mt_saved_place(tensor, param, mt_model_options(m));
     bool has_all = b->strategy == MT_NO_SHARD || (place.stride > 1 && b->strategy != MT_SHARD_PARAMS);
@@ -585,7 +585,7 @@ static int64_t mt_part_copy(mt_model *m, mt_writer *w, mt_saved_part own, mt_sav
     mt_placement place = mt_saved_place(tensor, param, mt_model_options(m));
     int64_t most = mt_max(mt_part_most(&own, place, size) / (own.parts * cols * size), 1);
     int64_t slice = tensor->offset + place.slice * (tensor->bytes / place.slices);
-    bool has_scale = param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state));
+    bool has_scale = param->in_fp8 || (param->trained && mt_state_has_scale(mt_state_dtype(m, tensor->state)));
     while (own.begin < own.end) {
         int64_t row = own.begin / cols, col = own.begin % cols, width = cols;
         int64_t rows = mt_min((own.end - own.begin) / cols, most);

@@ -34,7 +34,7 @@ int64_t mt_placement_row(const mt_placement *place, int64_t r) {
     return place->row + r / rows * place->group_pitch + r % rows * place->stride;
 }
 
-int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[4]) {
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[MT_PARAM_DIMS]) {
     mt_placement place = mt_param_placement(param, state);
     int64_t rows = param->hf_rows_total / place.slices, dims = 0;
     if (param->hf_stack > 0) shape[dims++] = place.slices;
@@ -42,7 +42,8 @@ int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shap
     if (place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
     shape[dims++] = rows;
     if (param->hf_has_channel || param->hf_is_column) shape[dims++] = 1;
-    if (!place.transposed && !param->is_vector) shape[dims++] = param->whole_cols;
+    for (int i = 0; i < 4 && param->hf_cols[0] > 0; i++) shape[dims++] = param->hf_cols[i];
+    if (!place.transposed && !param->is_vector && param->hf_cols[0] == 0) shape[dims++] = param->whole_cols;
     return dims;
 }
 
@@ -166,7 +167,7 @@ static int mt_param_check_mxfp4(const mt_param *param, const mt_tensor_info *ten
 /* A tensor with one state of a parameter must have its shape and a floating-point type; `set` has its scales. */
 static int mt_param_check(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor,
                           const mt_run_options *options, const mt_safetensors *set, mt_error *error) {
-    int64_t shape[4], num_dims = mt_param_shape(param, state, shape);
+    int64_t shape[MT_PARAM_DIMS], num_dims = mt_param_shape(param, state, shape);
     char found[256], expected[256];
     const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     bool has_blocks = tensor->dtype == MT_U8 && mt_text_ends_with(tensor->name, MT_BLOCKS);
@@ -320,10 +321,17 @@ static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", "
 static const struct {
     mt_hf_family family;
     const char *begins;
-} mt_other_modules[] = {
-    {MT_HF_EXAONE_MOE, "mtp."}, {MT_HF_ERNIE4_5_MOE, "model.mtp_"}, {MT_HF_QWEN3_NEXT, "mtp."},
-    {MT_HF_QWEN3_5, "mtp."},    {MT_HF_QWEN3_5_MOE, "mtp."},        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
-    {MT_HF_NEMOTRON_H, "mtp."}, {MT_HF_QWEN3_5, "model.visual."},   {MT_HF_QWEN3_5_MOE, "model.visual."}};
+} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},
+                        {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
+                        {MT_HF_QWEN3_NEXT, "mtp."},
+                        {MT_HF_QWEN3_5, "mtp."},
+                        {MT_HF_QWEN3_5_MOE, "mtp."},
+                        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
+                        {MT_HF_NEMOTRON_H, "mtp."},
+                        {MT_HF_QWEN3_5, "model.visual."},
+                        {MT_HF_QWEN3_5_MOE, "model.visual."},
+                        {MT_HF_QWEN3, "model.visual."},
+                        {MT_HF_QWEN2, "visual."}};
 
 /* True for tensors of modules that the model does not have: of multi-token prediction, or a vision tower. */
 static bool mt_tensor_is_of_other_module(const mt_run_options *options, const char *name) {
@@ -333,6 +341,7 @@ static bool mt_tensor_is_of_other_module(const mt_run_options *options, const ch
     if (layer >= options->stack.num_layers + mt_num_mtp_modules(&options->stack) && layer < end) return true;
     for (size_t i = 0; i < sizeof mt_other_modules / sizeof *mt_other_modules; i++)
         if (mt_other_modules[i].family == options->stack.hf_family &&
+            (options->stack.vision.tower == MT_VISION_NONE || !strstr(mt_other_modules[i].begins, "visual")) &&
             (options->stack.mtp_num_layers == 0 || !strstr(mt_other_modules[i].begins, "mtp")) &&
             strncmp(name, mt_other_modules[i].begins, strlen(mt_other_modules[i].begins)) == 0)
             return true;
@@ -398,15 +407,18 @@ bool mt_stem_holds(const char *stem, const mt_param *param) {
     return mt_param_is_adapter(param) == (strcmp(stem, "adapter_model") == 0);
 }
 
-/* Other names of a family's tensors: of the text model of a hub's Qwen3.5, which stands beside a vision tower; of dense
+/* Other names of a family's tensors: of the text model of a Qwen-VL, which stands beside a vision tower; of dense
  * layers in released files of Kimi Linear, which transformers 5 writes as those of experts; of Hy3's shared experts in
  * transformers' model, whose modules adapters of peft name. */
 static const struct {
     uint64_t families;
     const char *part, *instead;
-} mt_other_names[] = {{1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE, "model.language_model.", "model."},
-                      {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."},
-                      {1ull << MT_HF_HY_V3, ".mlp.shared_experts.", ".mlp.shared_mlp."}};
+} mt_other_names[] = {
+    {1ull << MT_HF_QWEN3 | 1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE, "model.language_model.", "model."},
+    {1ull << MT_HF_QWEN2, "model.language_model.", "model."},
+    {1ull << MT_HF_QWEN2, "model.visual.", "visual."},
+    {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."},
+    {1ull << MT_HF_HY_V3, ".mlp.shared_experts.", ".mlp.shared_mlp."}};
 
 static void mt_tensors_rename(mt_safetensors *set, const char *part, const char *instead) {
     bool any = false;
@@ -428,7 +440,8 @@ int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, con
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
     for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "optimizer") != 0; i++)
-        if (mt_other_names[i].families >> options->stack.hf_family & 1)
+        if (mt_other_names[i].families >> options->stack.hf_family & 1 &&
+            (i > 0 || options->stack.vision.tower == MT_VISION_NONE))
             mt_tensors_rename(*set, mt_other_names[i].part, mt_other_names[i].instead);
     if (strcmp(stem, "model") != 0 || mt_experts_unstack(*set, options, error) == 0) return 0;
     mt_safetensors_close(*set);

@@ -76,7 +76,7 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
 mt_placement mt_param_placement(const mt_param *param, mt_param_state state);
 
 /* The shape of the whole tensor that holds one state of a parameter; returns the number of dimensions. */
-int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[4]);
+int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[MT_PARAM_DIMS]);
 
 /* The parameters whose tensors the files of a stem hold: "model", "adapter_model", or "optimizer". */
 bool mt_stem_holds(const char *stem, const mt_param *param);

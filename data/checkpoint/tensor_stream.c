@@ -38,13 +38,13 @@ static void mt_runs_reserve(mt_runs *r, int64_t num_runs, int64_t num_values) {
         r->values = mt_realloc(r->values, (r->value_room = num_values) * (int64_t)sizeof *r->values);
 }
 
-/* The elements of a bucket that this rank sends: weights, or the sums of gradients. Of copies that all ranks of the
- * bucket's group have, the first rank sends its own. data NULL: none. */
-static mt_shard mt_streamed_shard(const mt_tensor_stream *s, int64_t bucket) {
-    const mt_bucket *b = mt_bucket_get(s->model, bucket);
+/* The elements of a parameter's bucket, or of the parameter, that this rank sends: weights, or the sums of gradients.
+ * Of copies that all ranks of the bucket's group have, the first rank sends its own. data NULL: none. */
+static mt_shard mt_streamed_shard(const mt_tensor_stream *s, const mt_param *param) {
+    const mt_bucket *b = mt_bucket_get(s->model, param->bucket);
     bool is_cut = b->strategy == MT_SHARD_PARAMS || (b->strategy != MT_NO_SHARD && s->streamed == MT_STREAM_GRADIENTS);
     if (!is_cut && b->group->rank > 0) return (mt_shard){0};
-    if (s->streamed == MT_STREAM_WEIGHTS) return mt_bucket_shard(s->model, bucket, MT_STATE_WEIGHTS);
+    if (s->streamed == MT_STREAM_WEIGHTS) return mt_state_shard(s->model, param, MT_STATE_WEIGHTS);
     if (is_cut) return (mt_shard){b->grad_shard, b->shard_first, b->shard_count, b->grad_dtype};
     return (mt_shard){b->main_grads, 0, b->count, b->grad_dtype};
 }
@@ -75,7 +75,7 @@ static void mt_runs_add(mt_runs *r, mt_run run) {
 static void mt_runs_add_param(const mt_tensor_stream *s, mt_runs *r, const mt_saved_tensor *tensor,
                               const mt_param *param) {
     if (!param->counted) return;
-    mt_shard shard = mt_streamed_shard(s, param->bucket);
+    mt_shard shard = mt_streamed_shard(s, param);
     int64_t begin, end, cols = param->cols;
     if (!shard.data) return;
     mt_param_part(param, &shard, &begin, &end);
@@ -85,7 +85,10 @@ static void mt_runs_add_param(const mt_tensor_stream *s, mt_runs *r, const mt_sa
     int64_t elements = param->hf_rows_total * param->whole_cols, slice = place.slice * (elements / place.slices);
     MT_CHECK(tensor->bytes % elements == 0);
     mt_runs_reserve(r, 0, r->num_values + end - begin);
-    mt_shard_values(s->model, &shard, param->offset + begin, r->values + r->num_values, end - begin);
+    if (param->in_fp8)
+        mt_state_read(s->model, param, MT_STATE_WEIGHTS, begin, r->values + r->num_values, end - begin);
+    else
+        mt_shard_values(s->model, &shard, param->offset + begin, r->values + r->num_values, end - begin);
     r->num_values += end - begin;
     for (int64_t i = begin, n; i < end; i += n) {
         int64_t row = mt_placement_row(&place, param->first_row + i / cols), col = param->first_col + i % cols;

@@ -17,7 +17,7 @@ typedef enum mt_streamed { MT_STREAM_WEIGHTS, MT_STREAM_GRADIENTS } mt_streamed;
 /* A tensor as a Hugging Face folder has it: GPT-2's matrices are transposed, stacked experts are one tensor. */
 typedef struct mt_whole_tensor {
     const char *name; // "model.layers.0.mlp.up_proj.weight"; valid as long as the stream
-    int64_t num_dims, shape[4];
+    int64_t num_dims, shape[MT_PARAM_DIMS];
     int64_t count;       // of elements
     const float *values; // [shape], the last dimension fastest; until the next call. NULL on ranks other than the root
 } mt_whole_tensor;

@@ -6,6 +6,7 @@
 #include "gpt_dataset.h"
 #include "packing.h"
 #include "sft.h"
+#include "t5_dataset.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -193,9 +194,15 @@ static int open_paths(mt_data *data, const mt_blend *blend, mt_error *error) {
     return 0;
 }
 
-/* The sequence at a fraction of all sequences, rounded like Python's round (half to even). */
-static int64_t sequence_at(const mt_indexed_dataset *indexed, double fraction) {
-    return (int64_t)nearbyint(fraction * (double)mt_indexed_dataset_index(indexed)->num_sequences);
+/* The number of units that --split divides: sequences, or with masked spans documents of sentences. */
+static int64_t num_divided(const mt_indexed_dataset *indexed, const mt_data_config *config) {
+    const mt_indexed_index *index = mt_indexed_dataset_index(indexed);
+    return config->spans ? index->num_documents : index->num_sequences;
+}
+
+/* The sequence or document at a fraction of all, rounded like Python's round (half to even). */
+static int64_t sequence_at(const mt_indexed_dataset *indexed, double fraction, const mt_data_config *config) {
+    return (int64_t)nearbyint(fraction * (double)num_divided(indexed, config));
 }
 
 /* The sizes that a split is ordered for: that of the run's start, then those of its extensions. A cyclic loader never
@@ -216,8 +223,8 @@ static split_sizes sizes_of(const mt_data_config *config, mt_split split) {
 /* One split of one path: the sequences between two fractions of all. */
 static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, const double share[2],
                          const split_sizes *sizes, const mt_data_config *config, mt_error *error) {
-    return mt_gpt_dataset_extend(out, indexed, sequence_at(indexed, share[0]), sequence_at(indexed, share[1]),
-                                 sizes->sizes, sizes->count, config, error);
+    return mt_indexed_dataset_extend(out, indexed, sequence_at(indexed, share[0], config),
+                                     sequence_at(indexed, share[1], config), sizes->sizes, sizes->count, config, error);
 }
 
 /* An error if data that are read once have fewer samples than the run needs. */
@@ -231,7 +238,7 @@ static int check_once(const char *name, int64_t have, int64_t wanted, const mt_d
 
 static int check_source_once(const mt_dataset *source, mt_split split, int64_t wanted, const mt_data_config *config,
                              mt_error *error) {
-    int64_t have = (source->num_tokens - 1) / source->seq_length;
+    int64_t have = mt_dataset_epoch(source);
     return split == MT_SPLIT_TRAIN ? check_once(mt_gpt_dataset_prefix(source), have, wanted, config, error) : 0;
 }
 
@@ -284,9 +291,10 @@ static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, co
 }
 
 /* With few documents a small share may have none. */
-static bool lacks_documents(mt_indexed_dataset *const *indexed, int64_t count, const double share[2]) {
+static bool lacks_documents(mt_indexed_dataset *const *indexed, int64_t count, const double share[2],
+                            const mt_data_config *config) {
     for (int64_t i = 0; i < count; i++)
-        if (sequence_at(indexed[i], share[0]) == sequence_at(indexed[i], share[1])) return true;
+        if (sequence_at(indexed[i], share[0], config) == sequence_at(indexed[i], share[1], config)) return true;
     return false;
 }
 
@@ -297,7 +305,7 @@ static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bo
     mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
     split_sizes sizes = sizes_of(config, split);
     if (config->sizes[split] == 0 || !(share[0] < share[1])) return 0;
-    if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share)) return 0;
+    if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share, config)) return 0;
     if (split == MT_SPLIT_TRAIN) data->num_train_indexed = data->num_indexed;
     mt_dataset **out = &data->splits[split];
     if (sizes.sizes[0] < 0 && blend->weights)
@@ -465,7 +473,7 @@ static int open_splits(mt_data *data, const mt_data_config *config, mt_error *er
     }
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         if (config->mock_data && config->sizes[split] > 0)
-            data->splits[split] = mock_dataset_create(config, split);
+            data->splits[split] = config->spans ? mt_t5_mock_create(config, split) : mock_dataset_create(config, split);
         else if (open_split_data_path(data, split, config, error) != 0)
             return -1;
     }
@@ -543,9 +551,14 @@ static uint64_t print_indexed(mt_data *data, const mt_data_config *config) {
     mt_error ignored;
     if (divides) mt_split_parse(edges, config->split ? config->split : "969,30,1", &ignored);
     for (int64_t i = 0; i < data->num_train_indexed; i++) {
-        int64_t range[2] = {sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN]),
-                            sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN + 1])};
+        int64_t range[2] = {sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN], config),
+                            sequence_at(data->indexed[i], edges[MT_SPLIT_TRAIN + 1], config)};
         print = print_of(print, range, sizeof range);
+    }
+    if (config->spans) {
+        double masking[] = {config->spans->mask_prob, config->spans->short_seq_prob,
+                            (double)config->spans->input_length, (double)config->spans->num_sentinels};
+        print = print_of(print, masking, sizeof masking);
     }
     if (mt_blend_parse(&blend, words, "", &ignored) == 0 && blend.weights) {
         double *normalized = mt_malloc(blend.count * (int64_t)sizeof *normalized);
@@ -587,7 +600,10 @@ static int refuse_other_data(const mt_run_state *then, const mt_data_identity *n
         return mt_error_set(error,
                             "the training data are not the data of the run's begin: they have as many %s and tokens, "
                             "but another order, other contents, %s; %s",
-                            unit, config->sft ? "other trained tokens (--loss-on)" : "another --split or other weights",
+                            unit,
+                            config->sft     ? "other trained tokens (--loss-on)"
+                            : config->spans ? "another --split, other weights, or other masked spans"
+                                            : "another --split or other weights",
                             advice);
     return mt_error_set(error,
                         "the training data are not the data of the run's begin: %lld %s with %lld tokens then, %lld "
@@ -686,11 +702,11 @@ static void warn_layout(const mt_indexed_dataset *indexed, FILE *file) {
 }
 
 /* A split of --data-path whose share of some path has no document. */
-static void warn_without_documents(const mt_data *data, const char *shares, const char *name, const double share[2],
-                                   FILE *file) {
+static void warn_without_documents(const mt_data *data, const mt_data_config *config, const char *shares,
+                                   const char *name, const double share[2], FILE *file) {
     int64_t i = 0;
-    while (i + 1 < data->num_indexed && !lacks_documents(&data->indexed[i], 1, share)) i++;
-    long long documents = mt_indexed_dataset_index(data->indexed[i])->num_sequences;
+    while (i + 1 < data->num_indexed && !lacks_documents(&data->indexed[i], 1, share, config)) i++;
+    long long documents = num_divided(data->indexed[i], config);
     const char *prefix = mt_indexed_dataset_prefix(data->indexed[i]);
     fprintf(file, "warning: no %s data, so no %s loss: ", name, name);
     if (documents == 1)
@@ -708,7 +724,7 @@ static void warn_omitted(const mt_data *data, const mt_data_config *config, mt_s
     mt_error ignored;
     bool has_share = mt_split_parse(edges, shares, &ignored) == 0 && edges[split] < edges[split + 1];
     if (!config->sft && config->data_path.count > 0 && has_share)
-        warn_without_documents(data, shares, name, edges + split, file);
+        warn_without_documents(data, config, shares, name, edges + split, file);
     else if (config->data_path.count == 0 || split != MT_SPLIT_TEST)
         fprintf(file, "note: no %s data, so no %s loss: %s\n", name, name,
                 config->data_path.count > 0 && has_share ? "its share in --split is no sample"
@@ -740,11 +756,27 @@ static void warn_short(const mt_dataset *dataset, int64_t seq_length, const char
     fprintf(file, "\n");
 }
 
+/* A sample with masked spans is sentences, or the first tokens of one. */
+static void warn_without_sentences(const mt_indexed_dataset *indexed, const mt_data_config *config, FILE *file) {
+    const mt_indexed_index *index = mt_indexed_dataset_index(indexed);
+    int64_t most = config->spans->input_length - 2, cut = 0;
+    for (int64_t i = 0; i < index->num_sequences; i++) cut += mt_indexed_dataset_length(indexed, i) > most;
+    if (cut == 0 || index->num_sequences > index->num_documents) return;
+    fprintf(file,
+            "warning: %s: its documents are not divided into sentences, and samples have the first %lld tokens of the "
+            "%lld that are longer; make it again, with data/preprocess --documents lines or Megatron-LM's "
+            "--split-sentences\n",
+            mt_indexed_dataset_prefix(indexed), (long long)most, (long long)cut);
+}
+
 void mt_data_warn(const mt_data *data, const mt_data_config *config, FILE *file) {
     for (int64_t i = 0; i < data->num_indexed; i++) warn_layout(data->indexed[i], file);
+    for (int64_t i = 0; i < data->num_indexed && config->spans; i++)
+        warn_without_sentences(data->indexed[i], config, file);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = data->splits[split];
         if (!dataset && config->sizes[split] > 0) warn_omitted(data, config, split, file);
-        if (dataset && !dataset->packing) warn_short(dataset, config->seq_length, split_names[split], file);
+        if (dataset && !dataset->packing && !config->spans)
+            warn_short(dataset, config->seq_length, split_names[split], file);
     }
 }

@@ -1,6 +1,7 @@
 /* dataset.h: from files of tokens to batches of tokens. Each file calls only those above it in this list:
  *
  *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx the position of each sequence
+ *   t5_dataset.c        samples of an encoder-decoder from documents, with masked spans, in Megatron-Core's order
  *   gpt_dataset.c       samples by index, in Megatron-LM's order, id for id; blends
  *   dataset.c           the training, validation and test split of a run; mock data and token files
  *   packing.c           rows of samples of any length (sft.c), and the micro-batches of a step with even work
@@ -53,6 +54,7 @@ typedef struct mt_data_config {
     const mt_run_options *options;                           // how files are read
     const struct mt_tokenizer *tokenizer;                    // of the files' text
     struct mt_fim *fim;                                      // fills in the middle (fim.h); NULL: none
+    const struct mt_span_masking *spans;                     // of an encoder-decoder (t5_dataset.h); NULL: none
     const char *tokenizer_path;                              // its file or folder; NULL: none
     FILE *log;                                               // lines about the files; NULL: none
     bool sft, pairs, sequence_packing, variable_seq_lengths; // pairs: see mt_samples
@@ -63,8 +65,8 @@ typedef struct mt_data_config {
     mt_token_work work; // for even micro-batches
 } mt_data_config;
 
-/* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Every kind of
- * dataset begins with this struct. */
+/* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Those of an
+ * encoder-decoder are as many numbers that mt_t5_sample_of reads. Every kind of dataset begins with this struct. */
 typedef struct mt_dataset mt_dataset;
 struct mt_dataset {
     int64_t num_samples, seq_length;

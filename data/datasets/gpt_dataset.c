@@ -9,6 +9,7 @@
 #include "../base/file.h"
 #include "dataset.h"
 #include "indexed_dataset.h"
+#include "t5_dataset.h"
 
 #include <errno.h>
 #include <math.h>
@@ -263,12 +264,14 @@ static void extended_dataset_free(mt_dataset *base) {
     free(dataset);
 }
 
-int mt_gpt_dataset_extend(mt_dataset **out, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
-                          const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error) {
+int mt_indexed_dataset_extend(mt_dataset **out, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                              const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error) {
     MT_CHECK(count >= 1 && count <= MT_MAX_DATA_PLANS);
+    int (*create)(mt_dataset **, const mt_indexed_dataset *, int64_t, int64_t, int64_t, const mt_data_config *,
+                  mt_error *) = config->spans ? mt_t5_dataset_create : mt_gpt_dataset_create;
     mt_dataset *first;
     *out = NULL;
-    if (mt_gpt_dataset_create(&first, indexed, begin, end, sizes[0], config, error) != 0) return -1;
+    if (create(&first, indexed, begin, end, sizes[0], config, error) != 0) return -1;
     if (sizes[count - 1] <= first->num_samples) {
         *out = first;
         return 0;
@@ -284,7 +287,7 @@ int mt_gpt_dataset_extend(mt_dataset **out, const mt_indexed_dataset *indexed, i
         mt_data_config own = *config;
         own.seed = (int64_t)(mt_random_key((uint64_t)config->seed, UINT64_C(0x657874656e64), (uint64_t)i) & UINT32_MAX);
         mt_dataset **part = &dataset->parts[dataset->count];
-        if (mt_gpt_dataset_create(part, indexed, begin, end, missing, &own, error) != 0) {
+        if (create(part, indexed, begin, end, missing, &own, error) != 0) {
             extended_dataset_free(&dataset->base);
             return -1;
         }
@@ -297,7 +300,14 @@ int mt_gpt_dataset_extend(mt_dataset **out, const mt_indexed_dataset *indexed, i
 
 const char *mt_gpt_dataset_prefix(const mt_dataset *base) {
     if (base->get == extended_dataset_get) base = ((const extended_dataset *)base)->parts[0];
-    return base->get == gpt_dataset_get ? mt_indexed_dataset_prefix(((const gpt_dataset *)base)->indexed) : NULL;
+    if (base->get != gpt_dataset_get) return mt_t5_dataset_prefix(base);
+    return mt_indexed_dataset_prefix(((const gpt_dataset *)base)->indexed);
+}
+
+int64_t mt_dataset_epoch(const mt_dataset *base) {
+    if (base->get == extended_dataset_get) base = ((const extended_dataset *)base)->parts[0];
+    int64_t of_spans = mt_t5_dataset_epoch(base);
+    return of_spans > 0 ? of_spans : (base->num_tokens - 1) / base->seq_length;
 }
 
 /* ---- blends ------------------------------------------------------------------------------------------------------ */

@@ -41,11 +41,12 @@ void mt_dataset_free(mt_dataset *dataset);
 int mt_gpt_dataset_create(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
                           int64_t num_samples, const mt_data_config *config, mt_error *error);
 
-/* The same for a run that was extended: sizes[i] samples, ascending, were asked for at its start (i 0) and by its
- * extensions. The samples of the first come in the order of a run of sizes[0] samples, whole epochs of it; where these
- * do not reach sizes[i], whole epochs with a shuffle of their own follow, so no extension changes an earlier order. */
-int mt_gpt_dataset_extend(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
-                          const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error);
+/* The same for a run that was extended, of mt_t5_dataset_create with config->spans: sizes[i] samples, ascending, were
+ * asked for at its start (i 0) and by its extensions. The samples of the first come in the order of a run of sizes[0]
+ * samples, whole epochs of it; where these do not reach sizes[i], whole epochs with a shuffle of their own follow, so
+ * no extension changes an earlier order. */
+int mt_indexed_dataset_extend(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
+                              const int64_t *sizes, int64_t count, const mt_data_config *config, mt_error *error);
 
 /* Draws `size` samples from `sources` [num_sources] in proportion to `weights`. Takes ownership of the sources, even on
  * error. */
@@ -58,7 +59,9 @@ void mt_blended_dataset_locate(const mt_dataset *blend, int64_t index, int64_t *
 /* Returns the number of sources of a blend and sets `sources` to them; 0 for any other dataset. */
 int64_t mt_blended_dataset_sources(const mt_dataset *dataset, mt_dataset *const **sources);
 
-/* The prefix of the indexed dataset that a dataset of mt_gpt_dataset_create samples; NULL for any other. */
+/* Samples of one epoch of a dataset of mt_gpt_dataset_create or mt_t5_dataset_create; and the prefix of the indexed
+ * dataset that it samples, NULL for any other. */
+int64_t mt_dataset_epoch(const mt_dataset *dataset);
 const char *mt_gpt_dataset_prefix(const mt_dataset *dataset);
 
 /* Samples that a source of normalized weight `weight` contributes to a blend of `size`; and the size to create its

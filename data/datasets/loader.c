@@ -11,6 +11,7 @@
 #include "gpt_dataset.h"
 #include "sft.h"
 #include "step_plan_print.h"
+#include "t5_dataset.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -190,16 +191,39 @@ static void append_sequence(mt_batch *batch, const int32_t *sample, int64_t samp
     if (span_start < batch->num_tokens) add_span(batch, span_start, batch->num_tokens);
 }
 
+/* Appends a sample of an encoder-decoder; `masked`: no label counts. */
+static void append_mapping(mt_batch *batch, mt_t5_sample sample, int64_t sample_number, bool masked,
+                           const mt_data_config *config) {
+    mt_encoder_batch *e = &batch->encoder;
+    int64_t first = batch->num_tokens, begin = e->num_tokens;
+    for (int64_t i = 0; i < sample.num_targets; i++) {
+        int64_t t = first + i;
+        batch->tokens[t] = sample.targets[i], batch->labels[t] = sample.targets[i + 1];
+        batch->loss_mask[t] = masked ? 0 : 1, batch->positions[t] = (int32_t)i;
+        batch->token_index[t] = sample_number * config->seq_length + i;
+    }
+    add_span(batch, first, batch->num_tokens = first + sample.num_targets);
+    for (int64_t i = 0; i < sample.num_inputs; i++) {
+        e->tokens[begin + i] = sample.inputs[i];
+        e->token_index[begin + i] = sample_number * config->spans->input_length + i;
+    }
+    e->spans[e->num_spans++] = (mt_span){begin, sample.num_inputs, begin, sample.num_inputs, .causal = false};
+    e->num_tokens = begin + sample.num_inputs;
+}
+
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error) {
     int64_t seq_length = loader->dataset->seq_length;
     int64_t first_number = consumed_samples + loader->dp_rank * loader->micro_batch_size;
-    batch->num_tokens = 0;
-    batch->num_spans = 0;
+    batch->num_tokens = batch->num_spans = batch->encoder.num_tokens = batch->encoder.num_spans = 0;
     for (int64_t row = 0; row < loader->micro_batch_size; row++) {
         int64_t index = 0;
         if (mt_loader_sample(loader, consumed_samples, row, &index, error) != 0) return -1;
         bool is_behind = loader->whole && index >= loader->dataset->num_samples;
         if (mt_dataset_get(loader->dataset, is_behind ? 0 : index, loader->sample, error) != 0) return -1;
+        if (loader->config->spans) {
+            append_mapping(batch, mt_t5_sample_of(loader->sample), first_number + row, is_behind, loader->config);
+            continue;
+        }
         struct mt_fim *fim = loader->config->fim;
         if (fim && mt_fim_apply(fim, loader->sample, seq_length + 1, first_number + row, error) != 0) return -1;
         append_sequence(batch, loader->sample, first_number + row, seq_length, loader->config);
@@ -212,9 +236,14 @@ int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch,
 /* Fills `batch` with sequences of one token, in place of data that cannot be read: the run ends after the step. They
  * are not masked, as a step of masked tokens would be reported too. */
 static void fill_with_one_token(mt_loader *loader, mt_batch *batch) {
+    static const int32_t tokens[2] = {0};
+    const mt_t5_sample mapping = {.num_inputs = 1, .num_targets = 1, .inputs = tokens, .targets = tokens};
     int64_t seq_length = loader->dataset->seq_length;
     for (int64_t i = 0; i <= seq_length; i++) loader->sample[i] = loader->config->eod_id == 0; // no end of document
-    batch->num_tokens = batch->num_spans = 0;
+    batch->num_tokens = batch->num_spans = batch->encoder.num_tokens = batch->encoder.num_spans = 0;
+    for (int64_t row = 0; row < loader->micro_batch_size && loader->config->spans; row++)
+        append_mapping(batch, mapping, row, false, loader->config);
+    if (loader->config->spans) return;
     for (int64_t row = 0; row < loader->micro_batch_size; row++)
         append_sequence(batch, loader->sample, row, seq_length, loader->config);
     memset(batch->positions, 0, (size_t)batch->num_tokens * 4); // a row of pairs is longer than the model has positions

@@ -535,6 +535,9 @@ enum { MT_NOTE = 800 };
 /* A config.json that is read. Only the first error is kept, so that readers need not check after each key. */
 typedef struct mt_config {
     json_t *root;
+    json_t *beside; // of a model with a vision tower: the whole file, and root its text model; else NULL
+    int tower;      // mt_vision_tower
+    bool text_only; // --language-model-only
     const char *path;
     mt_error *error;
     bool failed;
@@ -1730,6 +1733,8 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
 
 enum { MOST_LAYERS = 10000 }; // of --num-layers
 
+static void mt_config_read_tower(mt_config *config, mt_run_options *shape);
+
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     mt_error problem;
@@ -1749,6 +1754,7 @@ static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     if (mask & T5) mt_config_finish_t5(config, shape);
     if (mask & MEGATRON) mt_config_read_megatron(config, shape);
     mt_config_read_head(config, &shape->stack);
+    mt_config_read_tower(config, shape);
     memset(shape->given, 0, sizeof shape->given);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
     int64_t heads = shape->stack.num_attention_heads, groups = shape->stack.num_query_groups;
@@ -1784,35 +1790,258 @@ static char *mt_config_name_infinity(const char *json, int64_t bytes, int64_t *c
     return text;
 }
 
-/* A Qwen3.5 of the hub has a text model beside a vision tower: the text model's keys become the file's. The tokens, and
- * the key that ties the embedding, may stand beside it. */
+/* ---- a vision tower beside the text model */
+
+/* Types of files with both, the text model's family, and the place of RoPE's sections where a file has none. */
+static const struct {
+    const char *type, *class, *text_type;
+    mt_hf_family family;
+    mt_vision_tower tower; // NONE: it is not read
+    int64_t mrope_section[3];
+    bool interleaved, deepstack;
+    int64_t image_token, video_token, start_token, end_token;
+} mt_vision_types[] = {
+    {"qwen2_5_vl",
+     "Qwen2_5_VLForConditionalGeneration",
+     "qwen2_5_vl_text",
+     MT_HF_QWEN2,
+     MT_VISION_QWEN2_5,
+     {16, 24, 24},
+     false,
+     false,
+     151655,
+     151656,
+     151652,
+     151653},
+    {"qwen3_vl",
+     "Qwen3VLForConditionalGeneration",
+     "qwen3_vl_text",
+     MT_HF_QWEN3,
+     MT_VISION_QWEN3,
+     {24, 20, 20},
+     true,
+     true,
+     151655,
+     151656,
+     151652,
+     151653},
+    {"qwen3_5",
+     "Qwen3_5ForConditionalGeneration",
+     "qwen3_5_text",
+     MT_HF_QWEN3_5,
+     MT_VISION_QWEN3,
+     {11, 11, 10},
+     true,
+     false,
+     248056,
+     248057,
+     248053,
+     248054},
+    {"qwen3_5_moe",
+     "Qwen3_5MoeForConditionalGeneration",
+     "qwen3_5_moe_text",
+     MT_HF_QWEN3_5_MOE,
+     MT_VISION_NONE,
+     {11, 11, 10},
+     true,
+     false,
+     248056,
+     248057,
+     248053,
+     248054},
+};
+enum { NUM_VISION_TYPES = sizeof mt_vision_types / sizeof *mt_vision_types };
+
+/* The row of a text model's family with a tower; NUM_VISION_TYPES: it has none. */
+static size_t mt_vision_type_of(mt_hf_family family, mt_vision_tower tower) {
+    size_t i = 0;
+    while (i < NUM_VISION_TYPES && (mt_vision_types[i].family != family || mt_vision_types[i].tower != tower)) i++;
+    return i;
+}
+
+/* Keys of "vision_config"; here a bit stands for a tower. */
+enum { TOWER_2_5 = 1 << MT_VISION_QWEN2_5, TOWER_3 = 1 << MT_VISION_QWEN3, TOWERS = TOWER_2_5 | TOWER_3 };
+
+static const mt_hf_key mt_vision_keys[] = {
+    {"depth", TOWER_2_5, MT_AT(stack.vision.num_layers), 0, "32"},
+    {"depth", TOWER_3, MT_AT(stack.vision.num_layers), 0, "27"},
+    {"hidden_size", TOWER_2_5, MT_AT(stack.vision.hidden_size), 0, "3584"},
+    {"hidden_size", TOWER_3, MT_AT(stack.vision.hidden_size), 0, "1152"},
+    {"intermediate_size", TOWER_2_5, MT_AT(stack.vision.ffn_hidden_size), 0, "3420"},
+    {"intermediate_size", TOWER_3, MT_AT(stack.vision.ffn_hidden_size), 0, "4304"},
+    {"num_heads", TOWERS, MT_AT(stack.vision.num_attention_heads), 0, "16"},
+    {"patch_size", TOWER_2_5, MT_AT(stack.vision.patch_size), 0, "14"},
+    {"patch_size", TOWER_3, MT_AT(stack.vision.patch_size), 0, "16"},
+    {"spatial_merge_size", TOWERS, MT_AT(stack.vision.spatial_merge_size), 0, "2"},
+    {"temporal_patch_size", TOWERS, MT_AT(stack.vision.temporal_patch_size), 0, "2"},
+    {"num_position_embeddings", TOWER_3, MT_AT(stack.vision.num_positions), 0, "2304"},
+    {"window_size", TOWER_2_5, MT_AT(stack.vision.window_size), 0, "112"},
+    {"hidden_act", TOWER_2_5, 0, FIXED, "silu"},
+    {"hidden_act", TOWER_3, 0, FIXED, "gelu_pytorch_tanh"},
+    {"in_channels", TOWERS, 0, FIXED, "3"},
+};
+enum { NUM_VISION_KEYS = sizeof mt_vision_keys / sizeof *mt_vision_keys };
+
+/* A list of the tower's layers, which names no layer twice, as words of an option. */
+static void mt_config_read_vision_layers(mt_config *config, const json_t *vision, const char *key, const char *absent,
+                                         mt_strings *words) {
+    json_t *read = mt_config_list(config, vision, key), *list = read ? json_incref(read) : json_loads(absent, 0, NULL);
+    int64_t before = -1;
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        char word[24];
+        int64_t layer;
+        if (!mt_json_int(json_array_get(list, i), before + 1, MT_MAX_VISION_LAYERS - 1, &layer)) {
+            mt_config_fail(config, "\"%s\" of \"vision_config\" must list ascending layers from 0 to %d", key,
+                           MT_MAX_VISION_LAYERS - 1);
+            break;
+        }
+        snprintf(word, sizeof word, "%lld", (long long)layer);
+        mt_strings_add(words, word);
+        before = layer;
+    }
+    json_decref(list);
+}
+
+/* The sections of RoPE, of the text model's parameters. */
+static void mt_config_read_sections(mt_config *config, size_t type, mt_options *shape) {
+    const json_t *rope = mt_config_object(config, config->root, "rope_parameters");
+    const json_t *older = mt_config_object(config, config->root, "rope_scaling");
+    if (!mt_config_get(rope, "mrope_section") && mt_config_get(older, "mrope_section")) rope = older;
+    const json_t *list = mt_config_list(config, rope, "mrope_section");
+    memcpy(shape->mrope_section.items, mt_vision_types[type].mrope_section, sizeof shape->mrope_section.items);
+    shape->mrope_section.count = 3;
+    shape->mrope_interleaved = mt_vision_types[type].interleaved;
+    if (list && json_array_size(list) != 3) mt_config_fail(config, "\"mrope_section\" must list three whole numbers");
+    for (size_t i = 0; i < 3 && list && !config->failed; i++)
+        if (!mt_json_int(json_array_get(list, i), 0, 65536, &shape->mrope_section.items[i]))
+            mt_config_fail(config, "\"mrope_section\" must list three whole numbers from 0 to 65536");
+    if (mt_config_bool(config, rope, "mrope_interleaved", shape->mrope_interleaved) != shape->mrope_interleaved)
+        mt_config_fail(config, "\"mrope_interleaved\" must be %s in this family",
+                       shape->mrope_interleaved ? "true" : "false");
+}
+
+/* The tower of "vision_config", and the tokens of images. */
+static void mt_config_read_tower(mt_config *config, mt_run_options *shape) {
+    mt_vision_options *v = &shape->stack.vision;
+    const json_t *vision = mt_config_object(config, config->beside, "vision_config");
+    size_t type = mt_vision_type_of(shape->stack.hf_family, (mt_vision_tower)config->tower);
+    if (config->tower == MT_VISION_NONE || config->failed) return;
+    v->tower = (mt_vision_tower)config->tower;
+    mt_config_read_keys(config, vision, mt_vision_keys, NUM_VISION_KEYS, 1u << v->tower, shape);
+    bool windows = v->tower == MT_VISION_QWEN2_5;
+    if (windows)
+        mt_config_read_vision_layers(config, vision, "fullatt_block_indexes", "[7, 15, 23, 31]",
+                                     &shape->vision_full_attention_layers);
+    if (mt_vision_types[type].deepstack)
+        mt_config_read_vision_layers(config, vision, "deepstack_visual_indexes", "[8, 16, 24]",
+                                     &shape->vision_deepstack_layers);
+    int64_t out = mt_config_int(config, vision, "out_hidden_size", 3584);
+    if (out != shape->stack.hidden_size)
+        mt_config_fail(config,
+                       "\"out_hidden_size\" of \"vision_config\" is %lld, and the text model's "
+                       "\"hidden_size\" %lld; make them equal",
+                       (long long)out, (long long)shape->stack.hidden_size);
+    const json_t *rope = mt_config_object(config, vision, "rope_parameters");
+    double base = mt_config_real(config, rope, "rope_theta", 10000);
+    if (base != 10000) mt_config_fail(config, "\"rope_theta\" of \"vision_config\" is %g; 10000 is supported", base);
+    v->image_token_id = mt_config_int(config, config->beside, "image_token_id", mt_vision_types[type].image_token);
+    v->video_token_id = mt_config_int(config, config->beside, "video_token_id", mt_vision_types[type].video_token);
+    v->start_token_id =
+        mt_config_int(config, config->beside, "vision_start_token_id", mt_vision_types[type].start_token);
+    v->end_token_id = mt_config_int(config, config->beside, "vision_end_token_id", mt_vision_types[type].end_token);
+    mt_config_read_sections(config, type, &shape->stack);
+}
+
+static json_t *mt_config_vision_layers(const mt_strings *words) {
+    json_t *list = json_array();
+    for (int64_t i = 0; i < words->count; i++)
+        json_array_append_new(list, json_integer(strtoll(words->items[i], NULL, 10)));
+    return list;
+}
+
+static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, uint64_t mask,
+                                 const mt_run_options *o);
+
+/* The file of a model with a tower, which takes the text model's `text`. */
+static json_t *mt_config_write_tower(json_t *text, const mt_run_options *o) {
+    static const char *const shared[] = {"dtype", "torch_dtype", "tie_word_embeddings"};
+    const mt_vision_options *v = &o->stack.vision;
+    size_t type = mt_vision_type_of(o->stack.hf_family, v->tower);
+    if (type == NUM_VISION_TYPES) return text; // no family has both
+    json_t *root = json_object(), *vision = json_object(), *rope = json_object_get(text, "rope_parameters");
+    json_t *sections = json_array();
+    for (int64_t i = 0; i < o->stack.mrope_section.count; i++)
+        json_array_append_new(sections, json_integer(o->stack.mrope_section.items[i]));
+    json_object_set_new(rope, "mrope_section", sections);
+    if (mt_vision_types[type].interleaved) mt_json_set_bool(rope, "mrope_interleaved", true);
+    json_object_set_new(root, "architectures", json_pack("[s]", mt_vision_types[type].class));
+    mt_json_set_string(root, "model_type", mt_vision_types[type].type);
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
+        if (json_object_get(text, shared[i])) json_object_set(root, shared[i], json_object_get(text, shared[i]));
+    mt_json_set_string(text, "model_type", mt_vision_types[type].text_type);
+    json_object_del(text, "architectures");
+    json_object_set_new(root, "text_config", text);
+    char name[64];
+    snprintf(name, sizeof name, "%s_vision", mt_vision_types[type].type);
+    mt_json_set_string(vision, "model_type", name);
+    mt_config_write_keys(vision, mt_vision_keys, NUM_VISION_KEYS, 1u << v->tower, o);
+    json_object_set_new(vision, "in_channels", json_integer(MT_IMAGE_CHANNELS));
+    mt_json_set_int(vision, "out_hidden_size", o->stack.hidden_size);
+    if (v->tower == MT_VISION_QWEN2_5)
+        json_object_set_new(vision, "fullatt_block_indexes", mt_config_vision_layers(&o->vision_full_attention_layers));
+    if (mt_vision_types[type].deepstack)
+        json_object_set_new(vision, "deepstack_visual_indexes", mt_config_vision_layers(&o->vision_deepstack_layers));
+    json_object_set_new(vision, "rope_parameters",
+                        json_pack("{s:s, s:f}", "rope_type", "axial", "rope_theta", 10000.0));
+    json_object_set_new(root, "vision_config", vision);
+    mt_json_set_int(root, "image_token_id", v->image_token_id);
+    mt_json_set_int(root, "video_token_id", v->video_token_id);
+    mt_json_set_int(root, "vision_start_token_id", v->start_token_id);
+    mt_json_set_int(root, "vision_end_token_id", v->end_token_id);
+    return root;
+}
+
+/* A file of a model with a vision tower: the text model's keys become the file's. The tokens, and the key that ties the
+ * embedding, may stand beside it; in files of Qwen2.5-VL from before transformers 5 all of them do. */
 static void mt_config_take_text(mt_config *config) {
-    static const char *const types[][2] = {{"qwen3_5", "qwen3_5_text"}, {"qwen3_5_moe", "qwen3_5_moe_text"}};
     static const char *const beside[] = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
                                          "quantization_config"};
-    const char *type = json_string_value(json_object_get(config->root, "model_type")), *of_text = NULL;
-    for (size_t i = 0; type && i < sizeof types / sizeof *types; i++)
-        if (strcmp(type, types[i][0]) == 0) of_text = types[i][1];
-    json_t *text = of_text ? mt_config_object(config, config->root, "text_config") : NULL;
-    if (!text) return;
+    const char *type = json_string_value(json_object_get(config->root, "model_type"));
+    size_t row = 0;
+    while (row < NUM_VISION_TYPES && (!type || strcmp(type, mt_vision_types[row].type) != 0)) row++;
+    if (row == NUM_VISION_TYPES) return;
+    json_t *text = mt_config_object(config, config->root, "text_config");
+    bool is_flat = !text && mt_vision_types[row].tower == MT_VISION_QWEN2_5;
+    if (!text && !is_flat) return;
+    text = is_flat ? json_copy(config->root) : json_incref(text);
     for (size_t i = 0; i < sizeof beside / sizeof *beside; i++) {
         json_t *outer = json_object_get(config->root, beside[i]), *inner = json_object_get(text, beside[i]);
         if (outer && inner && i == 0 && !json_equal(outer, inner))
             mt_config_fail(config, "\"%s\" differs from that in \"text_config\"; make them equal", beside[i]);
         if (outer && !inner) json_object_set(text, beside[i], outer);
     }
-    if (!json_object_get(text, "model_type")) mt_json_set_string(text, "model_type", of_text);
-    snprintf(config->note, sizeof config->note,
-             "the text model of \"text_config\" is read; the vision tower is not, and folders are saved without it");
-    json_incref(text);
-    json_decref(config->root);
-    config->root = text;
+    mt_json_set_string(text, "model_type", mt_hf_families[mt_vision_types[row].family].model_type);
+    json_object_del(text, "architectures");
+    json_t *older = json_object_get(text, "rope_scaling");
+    const char *scaling = json_string_value(json_object_get(older, "type"));
+    if (scaling && strcmp(scaling, "mrope") == 0) { // no scaling: the name of its sections
+        older = json_deep_copy(older);
+        mt_json_set_string(older, "type", "default");
+        if (json_object_get(older, "rope_type")) mt_json_set_string(older, "rope_type", "default");
+        json_object_set_new(text, "rope_scaling", older);
+    }
+    config->beside = config->root, config->root = text;
+    config->tower = config->text_only ? MT_VISION_NONE : (int)mt_vision_types[row].tower;
+    if (config->tower == MT_VISION_NONE)
+        snprintf(
+            config->note, sizeof config->note,
+            "the text model of \"text_config\" is read; the vision tower is not, and folders are saved without it");
 }
 
 /* Sets `shape`, which holds defaults, to the model of a file, and a note about it for the user ("": none). */
-static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes, const char *path, char note[MT_NOTE],
-                          mt_error *error) {
-    mt_config config = {.path = path, .error = error};
+static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes, const char *path, bool text_only,
+                          char note[MT_NOTE], mt_error *error) {
+    mt_config config = {.path = path, .text_only = text_only, .error = error};
     int64_t copied;
     char *text = mt_config_name_infinity(json, bytes, &copied);
     config.root = mt_json_parse(text, copied, JSON_REJECT_DUPLICATES, path, error);
@@ -1835,7 +2064,7 @@ static int mt_config_read(mt_run_options *shape, const char *json, int64_t bytes
                        family ? family : "missing", family ? ", a kind of model that is not supported" : "");
     else
         mt_config_read_family(&config, shape);
-    json_decref(config.root);
+    json_decref(config.root), json_decref(config.beside);
     memcpy(note, config.note, sizeof config.note);
     return config.failed ? -1 : 0;
 }
@@ -1914,7 +2143,7 @@ int mt_options_take_shape(mt_run_options *options, const char *json, int64_t byt
     mt_run_options shape;
     char note[MT_NOTE] = "";
     mt_options_default(&shape);
-    int result = mt_config_read(&shape, json, bytes, path, note, error);
+    int result = mt_config_read(&shape, json, bytes, path, options->language_model_only, note, error);
     if (!result && *note && mt_launch_rank() <= 0) fprintf(stderr, "warning: %s: %s\n", path, note);
     const mt_options *halves = &shape.stack; // --num-layers of an encoder-decoder is its encoder's
     if (!result && halves->decoder_num_layers > 0 && options->stack.num_layers == halves->encoder_num_layers)
@@ -1957,7 +2186,7 @@ int mt_options_check_shape(const mt_run_options *options, const char *json, int6
     mt_run_options shape;
     char note[MT_NOTE];
     mt_options_default(&shape);
-    int status = mt_config_read(&shape, json, bytes, path, note, error);
+    int status = mt_config_read(&shape, json, bytes, path, options->language_model_only, note, error);
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (row->name && row->origin != MT_OF_RUN && mt_options_gave(options, row->offset))
             mt_option_copy(&shape, options, row); // sizes may derive from it
@@ -2203,6 +2432,7 @@ char *mt_options_write_hf_config(const mt_run_options *o) {
     if (mask & T5) mt_config_write_t5(root, &o->stack);
     for (const mt_option *row = mt_option_table; mask & MEGATRON && row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_write_keys(root, &key, 1, MEGATRON, o);
+    if (o->stack.vision.tower != MT_VISION_NONE) root = mt_config_write_tower(root, o);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;
@@ -2237,11 +2467,11 @@ static bool mt_family_fits(mt_hf_family family, const mt_run_options *o) {
     mt_run_options written = *o, read;
     mt_error unread;
     char note[MT_NOTE];
-    if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON;
+    if (family == MT_HF_UNKNOWN || family == MT_HF_MEGATRON) return family == MT_HF_MEGATRON; // see check_names
     written.stack.hf_family = family;
     char *json = mt_options_write_hf_config(&written);
     mt_options_default(&read);
-    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", note, &unread) == 0;
+    bool fits = mt_config_read(&read, json, (int64_t)strlen(json), "config.json", false, note, &unread) == 0;
     if (fits) {
         mt_options_derive_sizes(&read);
         mt_options_derive_biases(&read);
@@ -2285,6 +2515,11 @@ int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_erro
         return mt_error_set(error, "--decoder-num-layers: an encoder-decoder is one of T5: with --disable-bias-linear, "
                                    "--softmax-scale 1, one rate of dropout, a key head for each query head, and "
                                    "--logits-scaling 1 or sqrt(--hidden-size)");
+    if (o->stack.vision.tower != MT_VISION_NONE &&
+        mt_vision_type_of(o->stack.hf_family, o->stack.vision.tower) == NUM_VISION_TYPES)
+        return mt_error_set(error,
+                            "--vision-tower: no model of the Qwen-VL line has this decoder; its config.json would "
+                            "be of none: take a decoder of Qwen2 for qwen2_5, of Qwen3 or Qwen3.5 for qwen3");
     bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
     if (!o->load || stored == MT_HF_UNKNOWN || same || o->stack.moe_use_upcycling) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);

@@ -67,7 +67,7 @@ static bool mt_holding_of(mt_holding *h, mt_model *m, const mt_param *param, mt_
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     bool has_master = mt_model_get_plan(m)->train && b->trained && b->dtype != MT_F32;
     if (state == MT_STATE_MASTER && !has_master) return false;
-    mt_shard shard = mt_bucket_shard(m, param->bucket, state);
+    mt_shard shard = mt_state_shard(m, param, state);
     *h = (mt_holding){.whole_rows = param->rows_stored, .whole_cols = param->whole_cols, .state = state};
     int64_t adapts = mt_param_is_adapter(param) ? (int64_t)param->adapts + 1 : 0;
     h->key = (param->layer + 1) << 40 | (param->expert + 1) << 16 | adapts << 8 | param->role;

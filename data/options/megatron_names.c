@@ -399,7 +399,7 @@ static const struct {
     {MT_NAME_UNSUPPORTED, "other forms of master weights than those of --main-params-dtype", "store-param-remainders"},
     {MT_NAME_UNSUPPORTED, "attention other than multi-head, grouped and multi-head latent attention",
      "dsa-indexer-k-norm-fp32 dsa-kernel-backend "
-     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder mrope-section "
+     "gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder "
      "qk-clip qk-clip-alpha qk-clip-threshold qk-l2-norm"},
     {MT_NAME_UNSUPPORTED, "layers other than the transformer's attention, MLP and experts",
      "apply-residual-connection-post-layernorm enable-mhc-connections heterogeneous-layers-config-encoded-json "
@@ -427,14 +427,14 @@ static const struct {
      "language-model-type max-num-tiles patch-dim pixel-shuffle swin-backbone-type use-tiling vision-model-type "
      " vision-backbone-type vision-pretraining vision-pretraining-type"},
     {MT_NAME_UNSUPPORTED, "models of images and text (MIMO)",
-     "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size image-token-id "
+     "audio-encoder-model dataset-provider hf-assign-unused-tokens image-seq-length image-size "
      "language-model-checkpoint model-provider packing-buffer-size total-seq-length vision-encoder-checkpoint"},
-    {MT_NAME_UNSUPPORTED, "BERT, retrieval, and T5's training on masked spans",
+    {MT_NAME_UNSUPPORTED, "BERT and retrieval",
      "bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim "
      "biencoder-shared-query-context-model block-data-path embedding-path "
-     "evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval mask-prob "
+     "evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval "
      "output-bert-embeddings query-in-block-prob retriever-report-topk-accuracies retriever-score-scaling "
-     "sample-rate short-seq-prob titles-data-path use-one-sent-docs vocab-extra-ids"},
+     "sample-rate titles-data-path use-one-sent-docs"},
     {MT_NAME_UNSUPPORTED, "files of a teacher's logits; --stage kd computes them",
      "logits-load-decode-threads "
      "logits-load-ignore-errors logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dtype "

@@ -311,6 +311,32 @@ static int mt_options_list_linear_layers(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+/* Layers of the vision tower as bits. */
+static int mt_options_list_vision(const char *option, const mt_strings *words, int64_t num_layers, uint64_t *bits,
+                                  mt_error *error) {
+    *bits = 0;
+    for (int64_t i = 0; i < words->count; i++) {
+        int64_t layer;
+        if (!mt_parse_int(words->items[i], &layer) || layer < 0 || layer >= num_layers)
+            return mt_error_set(error, "--%s %.60s: give layers of the tower, from 0 to %lld", option, words->items[i],
+                                (long long)num_layers - 1);
+        *bits |= (uint64_t)1 << layer;
+    }
+    return 0;
+}
+
+static int mt_options_list_vision_layers(mt_run_options *o, mt_error *error) {
+    mt_vision_options *v = &o->stack.vision;
+    if (v->tower == MT_VISION_NONE) return 0;
+    int64_t layers = mt_min(v->num_layers, MT_MAX_VISION_LAYERS);
+    return mt_options_list_vision("vision-full-attention-layers", &o->vision_full_attention_layers, layers,
+                                  &v->full_layers, error) ||
+                   mt_options_list_vision("vision-deepstack-layers", &o->vision_deepstack_layers, layers,
+                                          &v->deepstack_layers, error)
+               ? -1
+               : 0;
+}
+
 /* The trace's file takes the place of any file with its name. */
 static int mt_options_check_trace(const mt_run_options *o, mt_error *error) {
     if (!o->trace || !o->metrics || !mt_path_same(o->metrics, o->trace)) return 0;
@@ -419,8 +445,17 @@ static int mt_options_check_missing(const mt_run_options *o, mt_error *error) {
 /* Data of an encoder-decoder. */
 static int mt_options_check_mappings(const mt_run_options *o, mt_error *error) {
     const mt_constraint rules[] = {
-        {.broken = o->mock_data,
-         .message = "--mock-data has no inputs for an encoder; give --sft --data-path FILE.jsonl"},
+        {.broken = o->mock_data && o->sft,
+         .message = "--mock-data: mock data of an encoder-decoder are no samples of --sft; leave --sft out"},
+        {.broken = o->tokens_file != NULL,
+         .message = "--tokens-file has no inputs for an encoder; give --data-path or --mock-data"},
+        {.broken = o->reset_position_ids || o->reset_attention_mask,
+         .message =
+             "--reset-position-ids and --reset-attention-mask: a sample of an encoder-decoder is of one document; "
+             "leave them out"},
+        {.broken = o->eod_mask_loss,
+         .message = "--eod-mask-loss: targets of an encoder-decoder end with the end of document; leave it out"},
+        {.broken = o->fim_data, .message = "--fim-data: an encoder-decoder has masked spans instead; leave it out"},
         {.broken = o->sequence_packing,
          .message = "--sequence-packing: pairs of an encoder-decoder are not packed so far; leave it out"},
         {.broken = o->variable_seq_lengths,
@@ -445,10 +480,6 @@ static int mt_options_check_data(const mt_run_options *o, mt_error *error) {
                             : cuts                        ? "reset-attention-mask"
                                                           : "eod-mask-loss");
     if (o->stack.decoder_num_layers > 0 && mt_options_check_mappings(o, error) != 0) return -1;
-    if (o->stack.decoder_num_layers > 0 && !o->sft)
-        return mt_error_set(error,
-                            "--decoder-num-layers: an encoder-decoder is trained on pairs of texts; give --sft, and "
-                            "lines with \"input\" and \"target\"");
     if (mt_options_check_validation_sets(o, error) != 0) return -1;
     return o->sft ? 0 : mt_options_check_prefixes(o, error);
 }
@@ -730,7 +761,7 @@ int mt_options_complete(mt_run_options *options, mt_program program, int64_t wor
     if (mt_options_check_ranges(options, program, error) || mt_options_list_halves(options, error)) return -1;
     if (mt_options_list_hybrid_layers(options, error) || mt_options_list_expert_layers(options, error) ||
         mt_options_list_attention_layers(options, error) || mt_options_list_linear_layers(options, error) ||
-        mt_options_check_mamba(options, error))
+        mt_options_list_vision_layers(options, error) || mt_options_check_mamba(options, error))
         return -1;
     if (mt_options_resolve(options, program, error)) return -1;
     mt_options_drop_unmet(options, program);

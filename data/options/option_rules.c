@@ -511,16 +511,23 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
 
 /* ---- stages, batches, schedules */
 
+/* The number of layers in messages about stages: see mt_options.num_layers. */
+static const char *mt_options_layers_name(const mt_options *o) {
+    return o->decoder_num_layers > 0 ? "--encoder-num-layers plus twice --decoder-num-layers" : "--num-layers";
+}
+
 /* Virtual stages per rank: given, from the layers of a stage, or from the letters of a layout. */
 static int mt_options_derive_stages(mt_run_options *o, mt_error *error) {
     int64_t pp = o->stack.pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
     int64_t extra = o->stack.account_for_embedding_in_pipeline_split + o->stack.account_for_loss_in_pipeline_split;
     int64_t layers = o->stack.num_layers + extra, *vp = &o->stack.num_virtual_stages_per_pipeline_rank;
     int64_t stages = o->stack.pipeline_letters ? mt_pipeline_layout_count(o->stack.pipeline_letters) : pp;
+    char name[128];
+    snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+             extra ? ", with the layers that --account-for-* adds," : "");
     const mt_multiple multiples[] = {
         {"--pipeline-model-parallel-layout's number of stages", stages, "--pipeline-model-parallel-size", pp},
-        {extra ? "--num-layers, with the layers that --account-for-* adds," : "--num-layers", layers,
-         "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
+        {name, layers, "--pipeline-model-parallel-size x --num-layers-per-virtual-pipeline-stage =",
          o->stack.pipeline_letters ? 1 : mt_max(pp * per_stage, 1)},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
@@ -738,9 +745,9 @@ static int mt_options_check_letters(const mt_run_options *o, mt_error *error) {
                             "before L and in its stage",
                             o->pipeline_model_parallel_layout, (long long)o->stack.mtp_num_layers);
     if (layers != o->stack.num_layers)
-        return mt_error_set(error,
-                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
-                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->stack.num_layers);
+        return mt_error_set(error, "--pipeline-model-parallel-layout '%.200s' has %lld layers, but %s is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers);
     return 0;
 }
 
@@ -763,14 +770,17 @@ static int mt_options_check_layout(const mt_run_options *o, mt_error *error) {
     int64_t rest = o->stack.num_layers + extra - first - last;
     if (o->stack.pipeline_letters) return mt_options_check_letters(o, error);
     if (first == 0 && last == 0) {
-        const char *name = extra > 0 ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
+        char name[128];
+        snprintf(name, sizeof name, "%s%s", mt_options_layers_name(&o->stack),
+                 extra > 0 ? " plus the layers that --account-for-* adds" : "");
         return mt_options_check_share(&o->stack, name, rest, pp, error);
     }
     if (rest < 0 || (middle == 0 && rest > 0))
         return mt_error_set(error,
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
-                            "together, do not fit --num-layers %lld on %lld ranks",
-                            (long long)(first + last), (long long)o->stack.num_layers, (long long)pp);
+                            "together, do not fit %s %lld on %lld ranks",
+                            (long long)(first + last), mt_options_layers_name(&o->stack),
+                            (long long)o->stack.num_layers, (long long)pp);
     if (mt_options_check_share(&o->stack, "--decoder-first-pipeline-num-layers", first, 1, error)) return -1;
     if (mt_options_check_share(&o->stack, "--decoder-last-pipeline-num-layers", last, 1, error)) return -1;
     return middle > 0 ? mt_options_check_share(&o->stack, "the layers of the other ranks", rest, middle, error) : 0;
@@ -1317,7 +1327,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_latents(&o->stack, error)) return -1;
     if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
-    if (mt_options_derive_pipeline(o, error)) return -1;
+    if (mt_options_derive_pipeline(o, error) || mt_vision_check(&o->stack, error)) return -1;
     if (program == MT_PROGRAM_INFER && o->logits_out &&
         o->stack.data_parallel_size * o->stack.context_parallel_size > 1)
         return mt_error_set(error,

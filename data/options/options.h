@@ -73,6 +73,8 @@ typedef struct mt_run_options {
     char *window_attn_skip_freq;       // as text, NULL: all layers have the window; see stack.window_layers
     char *no_rope_freq;                // as text, NULL: all layers have RoPE; see stack.rope_layers
     char *moe_layer_freq;              // as text; see stack.moe_layers
+    mt_strings vision_full_attention_layers, vision_deepstack_layers; // see stack.vision
+    bool language_model_only;                                         // no vision tower
     bool use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
     double yarn_mscale;
@@ -81,6 +83,8 @@ typedef struct mt_run_options {
     bool use_precision_aware_optimizer, use_distributed_optimizer, grad_reduce_in_bf16;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t num_layers_per_virtual_pipeline_stage;
+    double mask_prob, short_seq_prob;     // of masked spans (t5_dataset.h), and the number of sentinels behind
+    int64_t vocab_extra_ids;              // the tokenizer's vocabulary
     int64_t decoder_seq_length;           // of an encoder-decoder: stack.seq_length, once options are finished
     char *pipeline_model_parallel_layout; // as text; see stack.pipeline_letters
     bool recompute_activations, moe_layer_recompute;

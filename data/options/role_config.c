@@ -732,7 +732,11 @@ static int take_row(reader *r, const mt_role_key *row, const mt_yaml_node *mappi
         bool good = row->kind == MT_KEY_FIXED ? is_none || mt_role_key_translate(row, first, value, sizeof value)
                                               : is_none || (mt_parse_bool(first, &is_on) && !is_on);
         char reason[400];
-        if (row->kind == MT_KEY_FIXED)
+        int first_choice = row->values ? (int)strcspn(row->values, "|") : 0;
+        if (row->kind == MT_KEY_FIXED && strlen(row->values) > 200)
+            snprintf(reason, sizeof reason, "cannot be %.100s here: %s; take %.*s or leave it out", first, row->text,
+                     first_choice, row->values);
+        else if (row->kind == MT_KEY_FIXED)
             snprintf(reason, sizeof reason, "can only be %s here: %s", row->values, row->text);
         else
             snprintf(reason, sizeof reason, "is not supported: %s", row->text);

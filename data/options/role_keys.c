@@ -10,9 +10,10 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most keys take the values as they are
 
-#define ROLL_TRAINS "actor_train sft_train student critic reward"
-#define ACTOR       "actor_train actor_infer reference sft_train"
-#define LEARNER     "actor_train critic"
+#define ROLL_WORKERS "actor_train actor_infer critic reference sft_train student teacher"
+#define ROLL_TRAINS  "actor_train sft_train student critic reward"
+#define ACTOR        "actor_train actor_infer reference sft_train"
+#define LEARNER      "actor_train critic"
 #define KL_TYPES                                                                                                       \
     "kl=k1|mse=k2|low_var_kl=k3|full=!the KL of whole distributions is not computed: take k1, k2, k3 or abs"
 #define TRINITY_KL                                                                                                     \
@@ -348,6 +349,13 @@ static const mt_role_key keys[] = {
      "world_size num_gpus_per_worker backend_timeout system_envs max_concurrency offload_nccl "
      "name checkpoint_config",
      MT_KEY_UNUSED, RAY},
+    {"role", "worker_cls", MT_KEY_FIXED, "a class of one's own may compute another loss or other numbers",
+     "roll.pipeline.base_worker.ActorWorker|roll.pipeline.base_worker.CriticWorker|"
+     "roll.pipeline.rlvr.actor_worker.ActorWorker|roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker|"
+     "roll.pipeline.agentic.agentic_actor_worker.ActorWorker|roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker|"
+     "roll.pipeline.dpo.actor_worker.ActorWorker|roll.pipeline.sft.sft_worker.SFTWorker|"
+     "roll.pipeline.distill.distill_worker.StudentWorker|roll.pipeline.distill.distill_worker.TeacherWorker",
+     ROLL_WORKERS},
     {"role",
      "worker_cls reward_type code_url use_local judge_prompt "
      "judge_model_type judge_model_name judge_api_url judge_api_key format_pattern "

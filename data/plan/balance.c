@@ -49,7 +49,7 @@ int mt_layer_cost(const mt_options *o, int64_t layer) {
     bool linear = kind.mixer != MT_MIXER_NONE && !mt_mixer_attends(kind.mixer);
     int halves = kind.feed_forward == MT_FEED_FORWARD_NONE ? 1 : kind.mixer == MT_MIXER_NONE ? 2 : 0;
     return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear + 8 * halves +
-           24 * kind.shares_indices;
+           24 * (kind.shares_indices || kind.mixer == MT_MIXER_CROSS_ATTENTION);
 }
 
 /* Counts the bytes of a model of `count` layers of one cost, and simulates its step of `micro_batches`.
@@ -119,6 +119,20 @@ int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks,
         }
     }
     return 0;
+}
+
+/* Of an encoder-decoder: multiplications for a token of the decoder in place of seconds. */
+static mt_layer_seconds mt_layer_work_of(const mt_options *o) {
+    mt_layer_seconds t = {.head = (double)o->hidden_size * (double)o->padded_vocab_size};
+    double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2;
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_layer_kind kind = mt_layer_kind_of(o, i);
+        double tokens = kind.of_encoder ? (double)o->encoder_seq_length / (double)o->seq_length : 1;
+        double mlp = tokens * matrices * (double)o->hidden_size * (double)o->ffn_hidden_size;
+        if (kind.feed_forward == MT_FEED_FORWARD_NONE) mlp = 0;
+        t.layer[mt_layer_cost(o, i)] = mt_mixer_multiplications(o, i) + mlp;
+    }
+    return t;
 }
 
 /* ---- cuts */
@@ -342,10 +356,12 @@ static char *mt_layout_balance(const mt_run_options *o, int64_t world_size, mt_e
     mt_machine roomy = machine;
     roomy.memory_gib = INFINITY;
     mt_layer_seconds t;
-    if (mt_layer_seconds_of(&t, &one.stack, world_size / pp, 1, &roomy, error) != 0) return NULL;
+    bool simulates = one.stack.decoder_num_layers == 0;
+    if (!simulates) t = mt_layer_work_of(&one.stack);
+    if (simulates && mt_layer_seconds_of(&t, &one.stack, world_size / pp, 1, &roomy, error) != 0) return NULL;
     int64_t *layers = mt_calloc(pp * stages * 8);
     mt_cut(layers, &one.stack, pp, stages, &t);
-    mt_cut_move(layers, stages, o, world_size, machine);
+    if (simulates) mt_cut_move(layers, stages, o, world_size, machine);
     char *letters = mt_cut_letters(&o->stack, layers, pp * stages);
     free(layers);
     return letters;

@@ -10,7 +10,7 @@ extern "C" {
 #endif
 
 /* The cost of a layer depends on five properties: experts, a sliding window, linear attention, the halves that it has,
- * and whether it shares the keys of the layer before. */
+ * and whether it attends to keys of others: of the layer before, or of an encoder. */
 enum { MT_LAYER_COSTS = 48 };
 int mt_layer_cost(const mt_options *options, int64_t layer);
 
@@ -38,7 +38,8 @@ char *mt_balanced_letters(const mt_options *o, int64_t pp, int64_t vp, const mt_
 /* mt_options_finish of ./train, which also balances stages: --pipeline-model-parallel-layout auto, or auto*N for N
  * stages a rank. The ranks, or their stages where that is faster, take equal times on a GPU of options->gpu, embedding
  * and head included, as far as whole layers allow. Then single layers move to other stages as long as a simulated step
- * gets shorter and fits the GPU, or, without --gpu, needs no more memory. */
+ * gets shorter and fits the GPU, or, without --gpu, needs no more memory. An encoder-decoder, which no GPU runs so far,
+ * has stages of equal numbers of multiplications. */
 int mt_train_options_finish(mt_run_options *options, int64_t world_size, mt_error *error);
 
 #ifdef __cplusplus

@@ -147,7 +147,7 @@ static void mt_search_add(mt_search *s, mt_candidate c) {
     const mt_run_options *o = s->given;
     int64_t replicas = o->gpus / (c.tp * c.pp * c.cp);
     bool shards = replicas * c.cp > 1 && !c.zero_bubble && !MT_GIVEN(o, stack.data_parallel_sharding_strategy) &&
-                  !MT_GIVEN(o, use_distributed_optimizer);
+                  !MT_GIVEN(o, use_distributed_optimizer) && o->stack.lora_base_dtype != MT_BASE_FP8;
     bool chosen = MT_GIVEN(o, stack.recompute_granularity) || o->recompute_activations || o->moe_layer_recompute;
     c.family = s->num_families++;
     for (c.sharding = 0; c.sharding <= shards; c.sharding++)

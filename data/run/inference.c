@@ -12,6 +12,7 @@
 #include "../options/option_help.h"
 #include "../options/option_table.h"
 #include "../options/option_warn.h"
+#include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
 #include "../checkpoint/checkpoint_load.h"
@@ -41,7 +42,7 @@ void mt_inference_open_tokenizer(mt_inference *r) {
     r->bos = -1;
     if (o->prompt_tokens && o->print_tokens && o->stop.count == 0) return;
     int status = o->tokenizer_type ? mt_options_open_tokenizer(&r->tokenizer, o, &error)
-                                   : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
+                                   : mt_tokenizer_open_folder(&r->tokenizer, r->tokenizer_folder, &error);
     if (status != 0 && o->score && !o->tokenizer_type) { // the lines may be tokens
         r->tokenizer = NULL, r->no_tokenizer = error;
         return;
@@ -51,7 +52,7 @@ void mt_inference_open_tokenizer(mt_inference *r) {
         mt_error_set(&error, "%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", why.text);
     }
     mt_inference_check(r, status, &error);
-    r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->folder;
+    r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->tokenizer_folder;
     mt_inference_check(r, mt_prompt_begins_with_bos(r->tokenizer_path, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
 }
@@ -271,6 +272,8 @@ bool mt_inference_open(mt_inference *r, int *argc, char ***argv) {
     mt_inference_check(r, mt_grid_build(&r->grid, &o->stack, &error), &error);
     r->folder = mt_checkpoint_resolve(o->load, &error);
     mt_inference_check(r, r->folder ? 0 : -1, &error);
+    r->tokenizer_folder = mt_adapter_tokenizer_folder(o, r->folder, &error);
+    mt_inference_check(r, r->tokenizer_folder ? 0 : -1, &error);
     r->context = o->stack.max_position_embeddings;
     return true;
 }
@@ -284,5 +287,6 @@ void mt_inference_close(mt_inference *r) {
     mt_tokenizer_close(r->tokenizer);
     mt_options_free(&r->options);
     free(r->folder);
+    free(r->tokenizer_folder);
     mt_grid_stop(&r->grid);
 }

@@ -18,6 +18,7 @@ typedef struct mt_inference {
     mt_grid grid;
     bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json
+    char *tokenizer_folder;  // the model's or its adapter's
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
     mt_error no_tokenizer;   // why the model's folder gives none, with --score
     const char *tokenizer_path;

@@ -15,6 +15,7 @@
 #include "../tokens/chat.h"
 #include "../models/special_tokens.h"
 #include "../datasets/fim.h"
+#include "../datasets/t5_dataset.h"
 #include "../checkpoint/adapter.h"
 #include "../checkpoint/checkpoint_buckets.h"
 #include "../checkpoint/checkpoint_folder.h"
@@ -93,13 +94,17 @@ static int open_tokenizer(mt_run *r, mt_error *error) {
     if (o->tokenizer_type) {
         if (mt_options_open_tokenizer(&r->tokenizer, o, error) != 0) return -1;
     } else if (o->load) {
-        char *folder = mt_options_load_folder(o, error);
+        char *model = mt_options_load_folder(o, error);
+        char *folder = model ? mt_adapter_tokenizer_folder(o, model, error) : NULL;
+        free(model);
         if (!folder) return -1;
         if (take_tokenizer(r, folder, error) != 0) return -1;
     }
     if (!r->tokenizer) return 0;
     if (o->save && mt_tokenizer_check_links(r->tokenizer, error) != 0) return -1;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
+    bool extends = o->tokenizer_type && mt_tokenizer_find(r->tokenizer, "<extra_id_0>", 12) < 0; // or it has sentinels
+    if (extends) vocab_size += o->vocab_extra_ids;
     if (o->stack.vocab_size == 0) o->stack.vocab_size = vocab_size;
     if (!o->tokenizer_type || o->stack.vocab_size >= vocab_size) return 0;
     const char *tokenizer =
@@ -225,6 +230,9 @@ static void open_data(mt_run *r) {
     configure_data(r);
     refuse(r, o->fim_data ? mt_fim_open(&r->fim, o, r->tokenizer, &error) : 0, &error);
     config->fim = r->fim;
+    bool masks = o->stack.decoder_num_layers > 0 && !o->sft;
+    refuse(r, masks ? mt_span_masking_open(&r->spans, o, r->tokenizer, &error) : 0, &error);
+    config->spans = r->spans;
     refuse(r, mt_data_open(&r->data, config, &error), &error);
     refuse(r, mt_data_agree(r->data, &r->grid.world, &error), &error);
     if (o->train_epochs > 0) { // now their steps are known
@@ -593,6 +601,7 @@ void mt_run_close(mt_run *r) {
     mt_report_close(&r->report);
     close_data(r);
     mt_fim_close(r->fim);
+    mt_span_masking_free(r->spans);
     mt_batch_free(&r->batch);
     mt_saver_close(r->saver);
     mt_rl_close(r->rl);

@@ -24,7 +24,8 @@ typedef struct mt_run {
     bool drops_template;    // that of the tokenizer's folder: another one was trained with
     char *tokenizer_folder; // of the checkpoint that has it; NULL: --tokenizer-type
     mt_data_config data_config;
-    struct mt_fim *fim; // of data_config
+    struct mt_fim *fim;            // of data_config
+    struct mt_span_masking *spans; // likewise
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
     mt_loader **more_loaders; // of --multiple-validation-sets, after the first

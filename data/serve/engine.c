@@ -8,7 +8,8 @@
 typedef struct plan_head {
     int64_t num_ends, num_begins, bytes; // sequences that end and begin; bytes that follow
     int64_t stops;                       // 1: the server ends
-    int64_t prefill;                     // tokens of prompts in a step; 0: as before
+    int64_t limits;                      // 1: `prefill` is the most work on prompts in a step; 0: as before
+    mt_prefill prefill;
 } plan_head;
 
 /* A sequence that begins; its prompt follows. */
@@ -90,8 +91,8 @@ void mt_engine_end(mt_engine *e, int64_t index) {
     e->ends[e->head.num_ends++] = index;
 }
 
-void mt_engine_limit_prefill(mt_engine *e, int64_t tokens) {
-    e->head.prefill = tokens;
+void mt_engine_limit_prefill(mt_engine *e, const mt_prefill *limit) {
+    e->head.limits = 1, e->head.prefill = *limit;
 }
 
 /* Gives rank 0's plan to all ranks. */
@@ -135,7 +136,7 @@ static int64_t begin_sequence(mt_engine *e, const char *from, const newcomer *ne
 static void apply_plan(mt_engine *e) {
     bool first = e->grid->world.rank == 0;
     int64_t kept = 0;
-    if (e->head.prefill > 0) mt_generator_limit_prefill(e->generator, e->head.prefill);
+    if (e->head.limits) mt_generator_limit_prefill(e->generator, &e->head.prefill);
     for (int64_t i = 0; i < e->head.num_ends; i++) e->sequences[e->ends[i]].finish = MT_FINISH_STOP;
     for (int64_t i = 0; i < e->count; i++) {
         if (e->sequences[i].finish != MT_UNFINISHED) {

@@ -36,8 +36,8 @@ void mt_engine_close(mt_engine *engine);
 void mt_engine_add(mt_engine *engine, const mt_engine_request *request);
 void mt_engine_end(mt_engine *engine, int64_t index);
 
-/* Rank 0, between steps: tokens of prompts in a step from the next one on. */
-void mt_engine_limit_prefill(mt_engine *engine, int64_t tokens);
+/* Rank 0, between steps: the most work on prompts in a step, from the next one on; at first as the generator has it. */
+void mt_engine_limit_prefill(mt_engine *engine, const mt_prefill *limit);
 
 /* Rank 0: takes a step; on several ranks these follow it. Sequences that had ended before are no longer in the list.
  * Without a sequence it only shows other ranks that this one is alive. Returns the number of sequences in the list, or

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 /* ---- errors */
 
@@ -265,14 +266,16 @@ static enum MHD_Result queue_answer(mt_exchange *x) {
 
 /* ---- requests */
 
-/* True for the name of this machine, with any port: a page elsewhere whose name was made to lead here is refused. */
+/* True for a name of this machine, with any port: localhost, [::1], or a number 127.x.y.z. A page elsewhere whose name
+ * was made to lead here is refused. */
 static bool names_this_machine(const char *host) {
-    static const char *const names[] = {"localhost", "127.0.0.1", "[::1]"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        size_t bytes = strlen(names[i]);
-        if (strncmp(host, names[i], bytes) == 0 && (host[bytes] == '\0' || host[bytes] == ':')) return true;
-    }
-    return false;
+    static const char *const names[] = {"localhost", "[::1]"};
+    size_t bytes = strcspn(host, host[0] == '[' ? "]" : ":");
+    if (host[0] == '[' && host[bytes] == ']') bytes++;
+    if (host[bytes] != '\0' && host[bytes] != ':') return false;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (bytes == strlen(names[i]) && strncasecmp(host, names[i], bytes) == 0) return true;
+    return strncmp(host, "127.", 4) == 0 && strspn(host, "0123456789.") == bytes;
 }
 
 /* True if the page that a browser sends the request for is the server's own, or of the origin that may call. */
@@ -286,6 +289,10 @@ static const char *header(struct MHD_Connection *connection, const char *name) {
     return MHD_lookup_connection_value(connection, MHD_HEADER_KIND, name);
 }
 
+static bool encoding_is_plain(const char *encoding) {
+    return !encoding || *encoding == '\0' || strcasecmp(encoding, "identity") == 0;
+}
+
 static void refuse(mt_exchange *x, int status, const char *reason) {
     if (x->refusal == 0) x->refusal = status, x->reason = reason;
 }
@@ -297,6 +304,10 @@ static void check_head(mt_exchange *x, struct MHD_Connection *connection) {
     const char *length = header(connection, "Content-Length");
     if (length && (strlen(length) > 18 || atoll(length) > config->max_body))
         refuse(x, 413, "the request's body is larger than this server takes (--serve-max-body); send less at once");
+    if (length && header(connection, "Transfer-Encoding"))
+        refuse(x, 400, "the request has Content-Length and Transfer-Encoding; send one of them");
+    if (!encoding_is_plain(header(connection, "Content-Encoding")))
+        refuse(x, 415, "the request's body is compressed; send it without Content-Encoding");
     if (x->http->is_local && host && !names_this_machine(host))
         refuse(x, 403, "the header Host names another machine; call the server by 127.0.0.1 or localhost");
     if (!origin_may_call(x->http, header(connection, "Origin"), host))

@@ -28,18 +28,18 @@ typedef enum field_use {
     NEUTRAL  // is understood as long as it asks for nothing: null, 0, "", false, [], {}
 } field_use;
 
-enum { OF_COMPLETIONS = 1, OF_CHATS = 2, OF_BOTH = 3 };
+enum { OF_COMPLETIONS = 1, OF_CHATS = 2, OF_BOTH = 3, OF_TOKENIZE = 4 };
 
 static const struct {
     const char *key;
     int of;
     field_use use;
-} fields[] = {{"model", OF_BOTH, READ},
-              {"prompt", OF_COMPLETIONS, READ},
-              {"messages", OF_CHATS, READ},
-              {"tools", OF_CHATS, READ},
-              {"tool_choice", OF_CHATS, READ},
-              {"chat_template_kwargs", OF_CHATS, READ},
+} fields[] = {{"model", OF_BOTH | OF_TOKENIZE, READ},
+              {"prompt", OF_COMPLETIONS | OF_TOKENIZE, READ},
+              {"messages", OF_CHATS | OF_TOKENIZE, READ},
+              {"tools", OF_CHATS | OF_TOKENIZE, READ},
+              {"tool_choice", OF_CHATS | OF_TOKENIZE, READ},
+              {"chat_template_kwargs", OF_CHATS | OF_TOKENIZE, READ},
               {"max_tokens", OF_BOTH, READ},
               {"max_completion_tokens", OF_CHATS, READ},
               {"temperature", OF_BOTH, READ},
@@ -58,6 +58,8 @@ static const struct {
               {"stream_options", OF_BOTH, READ},
               {"return_token_ids", OF_BOTH, READ},
               {"response_format", OF_CHATS, READ},
+              {"add_special_tokens", OF_TOKENIZE, READ},
+              {"add_generation_prompt", OF_TOKENIZE, READ},
               {"user", OF_BOTH, IGNORED},
               {"metadata", OF_BOTH, IGNORED},
               {"store", OF_BOTH, NEUTRAL},
@@ -78,13 +80,13 @@ static bool asks_nothing(const json_t *value) {
     return json_is_array(value) ? json_array_size(value) == 0 : json_is_object(value) && json_object_size(value) == 0;
 }
 
-static int check_fields(json_t *root, bool is_chat, mt_request_error *refusal) {
+static int check_fields(json_t *root, int of, mt_request_error *refusal) {
     const char *key;
     json_t *value;
     json_object_foreach(root, key, value) {
         size_t i = 0, count = sizeof fields / sizeof *fields;
         while (i < count && strcmp(fields[i].key, key) != 0) i++;
-        if (i == count || !(fields[i].of & (is_chat ? OF_CHATS : OF_COMPLETIONS)))
+        if (i == count || !(fields[i].of & of))
             return mt_refuse(refusal, 400, NULL,
                              "the request has a field \"%.60s\", which this server does not know; "
                              "leave it out",
@@ -300,18 +302,43 @@ static int read_messages(talk *t, const json_t *list, mt_request_error *refusal)
     return 0;
 }
 
-/* Appends the tokens of the conversation up to the header of the answer. */
-static int encode_talk(mt_ids *ids, const json_t *root, bool *has_tools, const mt_service *service,
+/* Each tool is a function with a name, as templates expect. */
+static int check_tools(const json_t *tools, mt_request_error *refusal) {
+    json_t *tool;
+    size_t i;
+    if (tools && !json_is_array(tools)) return mt_refuse(refusal, 400, "tools", "\"tools\" must be a list");
+    json_array_foreach(tools, i, tool) {
+        const char *type = json_string_value(json_object_get(tool, "type"));
+        const char *name = json_string_value(json_object_get(json_object_get(tool, "function"), "name"));
+        if (!type || strcmp(type, "function") != 0 || !name || !*name)
+            return mt_refuse(refusal, 400, "tools",
+                             "tool %lld must be {\"type\": \"function\", \"function\": {\"name\": ..., ...}}",
+                             (long long)i + 1);
+    }
+    return 0;
+}
+
+/* The text of an error without the folder of the file that it begins with: clients need not know it. */
+static const char *without_folder(const char *text) {
+    const char *end = strstr(text, ": "), *name = text;
+    for (const char *at = text; *text == '/' && end && at < end; at++)
+        if (*at == '/') name = at + 1;
+    return name;
+}
+
+/* Appends the tokens of the conversation, up to the header of the answer if that is wanted. */
+static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_tools, const mt_service *service,
                        mt_request_error *refusal) {
     const json_t *tools = field(root, "tools"), *choice = field(root, "tool_choice"),
                  *variables = field(root, "chat_template_kwargs");
     const char *chosen = json_string_value(choice);
     if (!service->chat)
-        return mt_refuse(refusal, 400, "messages", "this server has no chat template: %.1500s", service->no_chat.text);
+        return mt_refuse(refusal, 400, "messages", "this server has no chat template: %.1500s",
+                         without_folder(service->no_chat.text));
     if (choice && (!chosen || (strcmp(chosen, "auto") != 0 && strcmp(chosen, "none") != 0)))
         return mt_refuse(refusal, 400, "tool_choice", "\"tool_choice\" may be \"auto\" or \"none\"");
     if ((chosen && strcmp(chosen, "none") == 0) || asks_nothing(tools)) tools = NULL;
-    if (tools && !json_is_array(tools)) return mt_refuse(refusal, 400, "tools", "\"tools\" must be a list");
+    if (check_tools(tools, refusal) != 0) return -1;
     if (variables && !json_is_object(variables))
         return mt_refuse(refusal, 400, "chat_template_kwargs", "\"chat_template_kwargs\" must be an object");
     if ((tools || variables) && !mt_chat_takes_extras(service->chat))
@@ -326,11 +353,12 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool *has_tools, const m
         if (t.has_fields) extras.fields = (const json_t *const *)t.fields;
         pthread_mutex_lock(service->chat_lock);
         mt_chat_set_extras(service->chat, &extras);
-        status = mt_chat_encode(service->chat, t.messages, t.count, true, ids, &turns, &error);
+        status = mt_chat_encode(service->chat, t.messages, t.count, asks, ids, &turns, &error);
         mt_chat_set_extras(service->chat, NULL);
         pthread_mutex_unlock(service->chat_lock);
         if (status != 0)
-            mt_refuse(refusal, 400, "messages", "the conversation does not fit the chat template: %.1500s", error.text);
+            mt_refuse(refusal, 400, "messages", "the conversation does not fit the chat template: %.1500s",
+                      without_folder(error.text));
     }
     if (has_tools) *has_tools = tools != NULL;
     free(turns.data);
@@ -340,7 +368,7 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool *has_tools, const m
 
 static int read_conversation(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     r->prompts = mt_calloc((int64_t)sizeof *r->prompts), r->num_prompts = 1;
-    if (encode_talk(&r->prompts[0], root, &r->has_tools, service, refusal) != 0) return -1;
+    if (encode_talk(&r->prompts[0], root, true, &r->has_tools, service, refusal) != 0) return -1;
     return check_prompt(&r->prompts[0], "messages", service, refusal);
 }
 
@@ -508,7 +536,7 @@ int mt_request_read(mt_request *r, bool is_chat, const char *body, int64_t bytes
     *r = (mt_request){.is_chat = is_chat};
     json_t *root = parse_body(body, bytes, refusal);
     if (!root) return -1;
-    int status = check_fields(root, is_chat, refusal);
+    int status = check_fields(root, is_chat ? OF_CHATS : OF_COMPLETIONS, refusal);
     if (status == 0) status = read_body(r, root, service, refusal);
     json_decref(root);
     return status;
@@ -521,20 +549,29 @@ void mt_request_free(mt_request *r) {
     *r = (mt_request){.is_chat = false};
 }
 
+/* Appends the tokens of a text or a conversation. */
+static int encode_any(mt_ids *ids, const json_t *root, const mt_service *service, mt_request_error *refusal) {
+    bool begins = true, asks = true, is_talk = field(root, "messages") != NULL;
+    const json_t *prompt = field(root, "prompt");
+    mt_request unused = {.is_chat = is_talk};
+    if (read_model(&unused, root, service, refusal) != 0 ||
+        read_bool(root, "add_special_tokens", &begins, refusal) != 0 ||
+        read_bool(root, "add_generation_prompt", &asks, refusal) != 0)
+        return -1;
+    if (is_talk && prompt) return mt_refuse(refusal, 400, "prompt", "give \"prompt\" or \"messages\", not both");
+    if (is_talk) return encode_talk(ids, root, asks, NULL, service, refusal);
+    if (json_is_string(prompt))
+        return encode_text(ids, json_string_value(prompt), (int64_t)json_string_length(prompt), begins, service,
+                           "prompt", refusal);
+    return mt_refuse(refusal, 400, "prompt", "\"prompt\" or \"messages\" is missing: the text to encode");
+}
+
 int mt_request_read_tokenize(mt_ids *ids, const char *body, int64_t bytes, const mt_service *service,
                              mt_request_error *refusal) {
-    bool begins = true;
     json_t *root = parse_body(body, bytes, refusal);
     if (!root) return -1;
-    const json_t *prompt = field(root, "prompt");
-    int status = read_bool(root, "add_special_tokens", &begins, refusal);
-    if (status == 0 && field(root, "messages"))
-        status = encode_talk(ids, root, NULL, service, refusal);
-    else if (status == 0 && json_is_string(prompt))
-        status = encode_text(ids, json_string_value(prompt), (int64_t)json_string_length(prompt), begins, service,
-                             "prompt", refusal);
-    else if (status == 0)
-        status = mt_refuse(refusal, 400, "prompt", "\"prompt\" or \"messages\" is missing: the text to encode");
+    int status = check_fields(root, OF_TOKENIZE, refusal);
+    if (status == 0) status = encode_any(ids, root, service, refusal);
     json_decref(root);
     return status;
 }

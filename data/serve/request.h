@@ -58,7 +58,8 @@ int mt_request_read(mt_request *request, bool is_chat, const char *body, int64_t
                     mt_request_error *refusal);
 void mt_request_free(mt_request *request);
 
-/* Reads the body of /tokenize: {"prompt": TEXT} or {"messages": [...]}; "add_special_tokens" false: without BOS. */
+/* Reads the body of /tokenize: {"prompt": TEXT}, "add_special_tokens" false: without BOS; or {"messages": [...]} with
+ * tools as a chat has them, "add_generation_prompt" false: without the header of an answer. */
 int mt_request_read_tokenize(mt_ids *ids, const char *body, int64_t bytes, const mt_service *service,
                              mt_request_error *refusal);
 

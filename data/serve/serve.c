@@ -11,6 +11,7 @@
 #include "adapters.h"
 #include "counters.h"
 #include "job.h"
+#include "pace.h"
 
 #include <arpa/inet.h>
 #include <ctype.h>
@@ -27,25 +28,9 @@ enum {
     CACHE_TOKENS = 65536,   // where no --kv-cache-tokens is given
     VIEWED_BYTES = 1 << 25, // of logits of prompts in a step, for scores
     MAX_KEY_BYTES = 4096,
-    LEAST_PREFILL = 16,         // tokens of prompts in a step: a prompt must come to its end
-    STEPS_BETWEEN = 16,         // measurements of the streams alone
     SECONDS_TO_READ = 30,       // for a request to arrive
     WAIT_NANOSECONDS = 50000000 // until signals and clients are looked at again
 };
-
-/* A step that reads prompts takes at most so many times one that does not, as streams wait for it. Three, less the
- * growth of a share that was found small enough. */
-static const double STEPS_TO_WAIT = 2.5, GROWTH = 1.25;
-
-/* How many tokens of prompts a step reads beside streams: found by measuring steps, as the cost of a token depends on
- * model, device and the length of the prompt. */
-typedef struct pace {
-    double step;            // seconds of a step of the streams alone; 0: unknown
-    int64_t steps;          // since that was measured
-    double tokens;          // of prompts, in a step
-    int64_t read;           // tokens of prompts so far
-    int64_t streams, limit; // of the step at hand: sequences that write; most tokens of prompts
-} pace;
 
 typedef enum phase { LOADING, SERVING, ENDING } phase;
 
@@ -62,7 +47,7 @@ typedef struct server {
     mt_job **running; // jobs whose choices the engine has
     int64_t num_running, running_capacity;
     int64_t max_sequences;
-    pace pace;
+    mt_pace pace;
     double heard_at; // when the other ranks last heard from this one
     /* shared with the threads of HTTP, under the lock */
     pthread_mutex_t lock, chat_lock;
@@ -444,61 +429,35 @@ static void fail_all(server *s, const mt_error *error) {
     }
 }
 
-/* Tokens of prompts in the next step. Where nobody writes, nobody waits. Now and then a step reads one token alone, for
- * the time of the streams. */
-static int64_t prefill_tokens(server *s) {
-    pace *p = &s->pace;
-    int64_t most = s->run->options.max_prefill_tokens, count;
+/* The work on prompts that the next step may do. */
+static void limit_prefill(server *s) {
+    int64_t count;
     const mt_sequence *sequences = mt_engine_sequences(s->engine, &count);
-    p->streams = 0;
-    for (int64_t i = 0; i < count; i++)
-        p->streams += sequences[i].finish == MT_UNFINISHED && sequences[i].num_tokens > sequences[i].num_prompt;
-    bool measures = p->step == 0 || p->steps >= STEPS_BETWEEN;
-    p->limit = p->streams == 0 ? most : measures ? 1 : mt_clamp((int64_t)p->tokens, 1, most);
-    return p->limit;
+    mt_streams streams = mt_generator_streams(s->run->generator, sequences, count);
+    mt_prefill limit = mt_pace_next(&s->pace, &streams);
+    mt_engine_limit_prefill(s->engine, &limit);
 }
 
-/* Measures a step: a part of each time of the streams alone counts. A step that took too long cuts the share of prompts
- * to what fits; one that was short enough lets it grow. */
-static void note_pace(server *s, double seconds) {
-    const double part = 0.25, most = (double)s->run->options.max_prefill_tokens;
-    pace *p = &s->pace;
-    int64_t before = p->read;
-    p->read = mt_generator_read_totals(s->run->generator).prefill_tokens;
-    double tokens = (double)(p->read - before), allowed = STEPS_TO_WAIT * p->step;
-    if (p->streams == 0) return;
-    p->steps++;
-    // without prompts nothing is known of them but this: a token costs no more than that of a stream
-    if (tokens == 0)
-        p->tokens = mt_minimum(p->tokens, mt_maximum((STEPS_TO_WAIT - 1) * (double)p->streams, LEAST_PREFILL));
-    if (tokens <= 1) {
-        p->step = p->step > 0 ? p->step + part * (seconds - p->step) : seconds, p->steps = 0;
-    } else if (seconds > allowed) {
-        p->tokens = mt_maximum(tokens * (allowed - p->step) / (seconds - p->step), LEAST_PREFILL);
-    } else if (tokens >= (double)p->limit) {
-        p->tokens = mt_minimum(GROWTH * p->tokens, most);
-    }
-}
-
+/* Streams wait for a whole turn of the loop: its step, and the answers before and after. */
 static int run_loop(server *s, mt_error *error) {
     while (goes_on(s)) {
+        double start = mt_time();
         admit(s);
         report_state(s);
         if (s->num_running == 0) {
             wait_for_job(s);
             continue;
         }
-        mt_engine_limit_prefill(s->engine, prefill_tokens(s));
-        double start = mt_time();
-        s->heard_at = start;
+        limit_prefill(s);
+        double step = s->heard_at = mt_time();
         if (mt_engine_step(s->engine, error) < 0) {
             fail_all(s, error);
             return -1;
         }
-        double seconds = mt_time() - start;
-        mt_counters_time(s->counters, MT_LATENCY_STEP, seconds);
-        note_pace(s, seconds);
+        mt_counters_time(s->counters, MT_LATENCY_STEP, mt_time() - step);
         deliver(s);
+        mt_prefill read = mt_generator_read_prefill(s->run->generator);
+        mt_pace_note(&s->pace, &read, mt_time() - start);
     }
     return 0;
 }
@@ -630,7 +589,7 @@ static void open_server(server *s, mt_inference *r) {
     *s = (server){.run = r, .turn_end = -1, .created = (int64_t)time(NULL)};
     pthread_mutex_init(&s->lock, NULL), pthread_mutex_init(&s->chat_lock, NULL), pthread_cond_init(&s->arrival, NULL);
     s->counters = mt_counters_open();
-    s->pace.tokens = LEAST_PREFILL, s->max_sequences = r->options.inference_max_requests,
+    s->max_sequences = r->options.inference_max_requests;
     s->service.name = model_name(&r->options);
     mt_inference_check(r, mt_serve_adapters_open(&s->adapters, &r->options, s->service.name, &error), &error);
     mt_inference_check(r, r->is_first ? open_port(s, &error) : 0, &error);
@@ -678,6 +637,7 @@ void mt_serve(mt_inference *r) {
         stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     open_generator(r, &s.adapters, &stops);
     s.engine = mt_engine_open(r->generator, &r->grid);
+    s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX});
     int status;
     if (r->is_first) {
         open_chat(&s);
