@@ -107,8 +107,8 @@ EOF
     done
 }
 
-# Modules of multi-token prediction train on the responses, beside the policy, which their loss leaves as it is where its
-# weight is almost nothing.
+# Modules of multi-token prediction train on the responses, beside the policy. Where the weight of their loss is almost
+# nothing, the policy trains as without them.
 modules_of_multi_token_prediction_train() {
     # shellcheck disable=SC2086
     "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel $model $common --mtp-num-layers 1 \
