@@ -11885,7 +11885,9 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
     if (entropy) cross_entropy.entropy = entropy;
     cross_entropy.squares = m->scores_squares && !p->training;
     mt_vocab_cross_entropy_forward(&p->tp, &cross_entropy);
-    if (m->plan.loss->forward) m->plan.loss->forward(m->ops, &a, p->stream);
+    const mt_loss *loss = out == p->mb->outputs ? m->plan.loss : &mt_nll; // a module's is that of pre-training
+    if (loss->forward) loss->forward(m->ops, &a, p->stream);
+    if (out != p->mb->outputs && out->dentropy) m->ops->memory_zero(out->dentropy, p->T * 4, p->stream);
 }
 
 /* The values of all T tokens, from this rank's rows. */
@@ -12299,7 +12301,8 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
  * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
- * results do not depend on the layout; generation and evaluation use no modules. */
+ * results do not depend on the layout; generation and evaluation use no modules. Beside a policy loss the modules have
+ * the loss of pre-training, on the tokens that count there. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
@@ -16850,9 +16853,10 @@ static int mt_loss_check(const mt_model *m, mt_error *error) {
     if (m->plan.train && of_values != has_values)
         return mt_error_set(error, has_values ? "the loss reads log-probabilities, and the model has a value head"
                                               : "the loss reads values, and the model has none; take --value-head");
-    if (m->plan.train && m->plan.loss->host && m->options->mtp_num_layers > 0)
-        return mt_error_set(error, "--mtp-num-layers trains with the loss of pre-training and fine-tuning only; set it "
-                                   "to 0");
+    bool counts_tokens = !m->plan.loss->host || m->plan.loss->host == mt_policy.host; // as the modules' losses
+    if (m->plan.train && !counts_tokens && m->options->mtp_num_layers > 0)
+        return mt_error_set(error, "--mtp-num-layers trains with the losses of pre-training, fine-tuning and policies "
+                                   "only; set it to 0");
     return 0;
 }
 

@@ -257,7 +257,7 @@ others_are_refused() {
         refuses "$work/absent" $small --teacher-load "$work/absent" &&
         refuses 'logits-topk 258 is more than the vocabulary, 257 tokens' $small --teacher-load "$work/teacher" \
             --logits-topk 258 &&
-        refuses 'mtp-num-layers 1 is for --stage pt and sft' $small --teacher-load "$work/teacher" \
+        refuses 'mtp-num-layers 1 is for --stage pt, sft and rl' $small --teacher-load "$work/teacher" \
             --mtp-num-layers 1 &&
         refuses 'teacher-load .*tests/golden/tune/reward: has a value head' $small \
             --teacher-load tests/golden/tune/reward &&

@@ -107,6 +107,68 @@ EOF
     done
 }
 
+# Modules of multi-token prediction train on the responses, beside the policy. Where the weight of their loss is almost
+# nothing, the policy trains as without them.
+modules_of_multi_token_prediction_train() {
+    # shellcheck disable=SC2086
+    "$train" --stage sft --data-path "$work/sft.jsonl" --tokenizer-type ByteLevel $model $common --mtp-num-layers 1 \
+        --variable-seq-lengths --micro-batch-size 64 --train-iters 250 --lr 5e-3 --save "$work/mtp" --log-interval 50 \
+        >"$work/out" 2>"$work/err" || return 1
+    set -- --load "$work/mtp" --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 \
+        --ppo-epochs 2 --global-batch-size 8 --adam-eps 1e-4 --entropy-coeff 0.01
+    learn 1 "$work/one" "$@" && series mtp_1_loss "$work/one" | awk '$1 > 0 { n++ } END { exit n != 3 }' &&
+        learn 1 "$work/none" "$@" --mtp-num-layers 0 && learn 1 "$work/tiny" "$@" --mtp-loss-scaling-factor 1e-9 ||
+        return 1
+    for key in reward grad_norm lm_loss; do same_series "$work/none" "$work/tiny" 1e-4 1 $key || return 1; done
+    while read -r ranks layout; do
+        # shellcheck disable=SC2086
+        learn "$ranks" "$work/other" "$@" $layout || return 1
+        for key in reward grad_norm lm_loss mtp_1_loss; do
+            same_series "$work/one" "$work/other" 1e-4 1 $key || return 1
+        done
+    done <<EOF
+2
+4 --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1
+2 --pipeline-model-parallel-size 2
+2 --context-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params
+EOF
+    refused 'the loss of its modules is a mean over tokens' "$train" --stage rl --load "$work/mtp" --finetune \
+        --lr 1e-3 --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 --train-iters 1 --loss-agg-mode \
+        seq-mean-token-sum --chat-template plain
+}
+
+# Killed at random moments, a run that starts again ends with the same weights: with a teacher that lags and batches
+# that wait, which its checkpoints hold.
+a_run_that_is_killed_goes_on_as_before() {
+    set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 \
+        --max-new-tokens 4 --micro-batch-size 4 --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 \
+        --train-iters 12 --rollout-lag 2 --distillation-in policy-gradient --self-distillation lagging \
+        --teacher-interval 4 --adv-estimator gae --keep-checkpoints 3 --save-interval 1
+    # shellcheck disable=SC2086
+    "$@" $common --save "$work/unharmed" >"$work/out" 2>"$work/err" || return 1
+    starts=0
+    until [ -d "$work/killed/iter_0000012" ]; do
+        starts=$((starts + 1))
+        [ $starts -lt 200 ] || return 1
+        # shellcheck disable=SC2086
+        "$@" $common --save "$work/killed" --auto-resume >"$work/out" 2>"$work/err" &
+        job=$!
+        before=$(find "$work/killed" -maxdepth 1 -name 'iter_*' 2>/dev/null | sort | tail -n 1)
+        while kill -0 $job 2>/dev/null; do # after some more iterations, at any moment of the next one
+            now=$(find "$work/killed" -maxdepth 1 -name 'iter_*' 2>/dev/null | sort | tail -n 1)
+            [ "$now" = "$before" ] || break
+        done
+        sleep "0.$(od -An -N2 -tu2 /dev/urandom | awk '{ printf "%03d", $1 % 200 }')"
+        kill -KILL $job 2>/dev/null
+        wait $job
+    done
+    [ $starts -gt 1 ] || { echo "the run was not killed" && return 1; }
+    for file in iter_0000012/model.safetensors iter_0000012/rollouts.bin critic/iter_0000012/model.safetensors \
+        teacher/iter_0000012/model.safetensors; do
+        cmp "$work/unharmed/$file" "$work/killed/$file" || return 1
+    done
+}
+
 # Drawn from one token, a response is the greedy one, whose reward is its baseline; in any layout of the generator.
 remax_compares_with_a_greedy_response() {
     set -- --num-return-sequences 1 --train-iters 2 --lr 1e-3 --pg-variant gpg --reward number \
@@ -133,5 +195,7 @@ check the_format_is_learned learn_format
 check every_layout_does_the_same every_layout_does_the_same
 check every_loss_does_the_same_on_layouts every_loss_does_the_same_on_layouts
 check teachers_have_layouts teachers_have_layouts
+check modules_of_multi_token_prediction_train modules_of_multi_token_prediction_train
+check a_run_that_is_killed_goes_on_as_before a_run_that_is_killed_goes_on_as_before
 check remax_compares_with_a_greedy_response remax_compares_with_a_greedy_response
 exit $failed

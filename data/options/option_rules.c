@@ -1025,8 +1025,8 @@ static int mt_options_derive_head(mt_run_options *o, mt_program program, mt_erro
                             (long long)o->logits_topk, (long long)o->stack.vocab_size);
     mt_distillation_config unused;
     if (mt_options_hidden_pairs(&unused, o, error) != 0) return -1;
-    if (o->stack.mtp_num_layers > 0 && o->stack.stage > MT_STAGE_SFT)
-        return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt and sft; set it to 0",
+    if (o->stack.mtp_num_layers > 0 && o->stack.stage > MT_STAGE_SFT && o->stack.stage != MT_STAGE_RL)
+        return mt_error_set(error, "--mtp-num-layers %lld is for --stage pt, sft and rl; set it to 0",
                             (long long)o->stack.mtp_num_layers);
     if (!rewards && has_head)
         return mt_error_set(error,
@@ -1252,6 +1252,13 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
          "--tis-lower-bound is above --tis-upper-bound"},
         {o->pg_variant == MT_POLICY_CLIP_COV && o->clip_cov_lb >= o->clip_cov_ub,
          "--clip-cov-lb must be below --clip-cov-ub"},
+        {o->stack.mtp_num_layers > 0 && (o->loss_agg_mode != MT_TOKEN_MEAN || policy->mean_of_means),
+         "--mtp-num-layers: the loss of its modules is a mean over tokens, so that of the policy must be one too: take "
+         "--loss-agg-mode token-mean, or set --mtp-num-layers to 0"},
+        {o->stack.mtp_num_layers > 0 && o->adv_estimator == MT_ADV_GAE,
+         "--mtp-num-layers and --adv-estimator gae exclude each other, as a critic predicts no tokens; set one of them "
+         "to another value"},
+        {o->stack.mtp_num_layers > 0 && replays, "--router-replay has no experts of --mtp-num-layers; set that to 0"},
         {o->dynamic_sampling && o->num_return_sequences == 1,
          "--dynamic-sampling compares the responses to a prompt: --num-return-sequences must be 2 or more"},
         {o->max_new_tokens == 0, "--max-new-tokens 0: --stage rl needs responses"},
