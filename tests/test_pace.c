@@ -1,6 +1,7 @@
 /* test_pace.c: the work on prompts in each step of a server, with the batcher and costs that a formula gives, so that
  * no clock is read: streams never wait longer than three of their own steps, and prompts are read as fast as that lets
  * them. */
+// Sections of megatron.c: §16
 #include "data/serve/pace.h"
 
 #include <setjmp.h>
