@@ -2,6 +2,7 @@
 #include "data/base/file.h"
 #include "data/datasets/dataset.h"
 #include "data/datasets/gpt_dataset.h"
+#include "data/datasets/random_order.h"
 #include "data/datasets/loader.h"
 
 #include <jansson.h>

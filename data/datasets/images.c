@@ -283,7 +283,6 @@ static void filter_free(filter *f) {
 /* to[lines, size, 3] from from[lines, ..., 3] along a line; strides are in pixels, between lines and within one. */
 static void resize_lines(uint8_t *to, int64_t to_line, int64_t to_step, const uint8_t *from, int64_t from_line,
                          int64_t from_step, int64_t lines, int64_t size, const filter *f) {
-#pragma omp parallel for
     for (int64_t line = 0; line < lines; line++)
         for (int64_t i = 0; i < size; i++)
             for (int channel = 0; channel < CHANNELS; channel++) {

@@ -9,6 +9,7 @@
 #include "../options/option_rules.h"
 #include "fim.h"
 #include "gpt_dataset.h"
+#include "random_order.h"
 #include "sft.h"
 #include "step_plan_print.h"
 #include "t5_dataset.h"

@@ -1,7 +1,7 @@
 /* packing.c: rows of samples of any length, and the micro-batches of a step with even work. */
 #include "packing.h"
 
-#include "gpt_dataset.h"
+#include "random_order.h"
 #include "sft.h"
 
 #include <math.h>

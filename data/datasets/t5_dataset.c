@@ -9,7 +9,7 @@
 #include "../base/file.h"
 #include "../tokens/tokenizer.h"
 #include "../tokens/tokenizer_vocab.h"
-#include "gpt_dataset.h"
+#include "random_order.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -3,7 +3,7 @@
 
 #include "../tokens/response.h"
 #include "../tokens/tokenizer_vocab.h"
-#include "../datasets/gpt_dataset.h"
+#include "../datasets/random_order.h"
 
 #include <math.h>
 #include <stdlib.h>
