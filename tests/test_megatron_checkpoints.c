@@ -391,12 +391,12 @@ static void copy_golden(const char *name) {
     assert_int_equal(system(command), 0);
 }
 
-static void refused_without(const char *name, const char *file, const char *words) {
+static void refused_after(const char *name, const char *change, const char *words) {
     char command[512];
     mt_error error;
     mt_megatron *c;
     copy_golden(name);
-    snprintf(command, sizeof command, "rm -r %s/copy/%s", root, file);
+    snprintf(command, sizeof command, "cd %s/copy && %s", root, change);
     assert_int_equal(system(command), 0);
     assert_int_equal(mt_megatron_open(&c, at("copy"), true, &error), -1);
     assert_one_line(&error, at("copy"));
@@ -450,8 +450,14 @@ static void a_changed_weight_is_found_by_one_rank(void **state) {
 
 static void a_rank_whose_file_is_missing_is_named(void **state) {
     (void)state;
-    refused_without("dense_tp2", "__1_0.distcp", "__1_0.distcp");
-    refused_without("torch_tp2", "mp_rank_01", "mp_rank_01/model_optim_rng.pt");
+    refused_after("dense_tp2", "rm __1_0.distcp", "__1_0.distcp");
+    refused_after("torch_tp2", "rm -r mp_rank_01", "mp_rank_01/model_optim_rng.pt");
+}
+
+static void a_rank_whose_file_is_another_ranks_is_named(void **state) {
+    (void)state;
+    refused_after("torch_tp2", "cp mp_rank_00/* mp_rank_01", "mp_rank_01/model_optim_rng.pt: is the same file as ");
+    refused_after("torch_vpp2", "cp mp_rank_00_000/* mp_rank_00_001", "is the same file as ");
 }
 
 /* Latent attention has YaRN unless its run says otherwise, as in MLATransformerConfig. */
@@ -519,6 +525,7 @@ int main(void) {
         cmocka_unit_test(the_run_goes_on_from_its_numbers),
         cmocka_unit_test_setup_teardown(a_changed_weight_is_found_by_one_rank, make_root, remove_root),
         cmocka_unit_test_setup_teardown(a_rank_whose_file_is_missing_is_named, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(a_rank_whose_file_is_another_ranks_is_named, make_root, remove_root),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -86,6 +86,7 @@ image = pa.schema([("prompt", pa.string()), ("response", pa.string()),
 pq.write_table(pa.Table.from_pylist([{"prompt": "a", "response": "b",
                                       "images": [{"bytes": b"\xff\xd8", "path": None}]}], schema=image),
                work + "/image.parquet")
+pq.write_table(pa.table({"prompt": ["a", "c"], "response": pa.array([b"b", b"\xff\xd8"])}), work + "/binary.parquet")
 pq.write_table(pa.table({"prompt": ["a"], "response": ["b"], "images": pa.array([[]], pa.list_(pa.binary()))}),
                work + "/no_image.parquet")
 pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), work + "/empty.parquet")
@@ -145,7 +146,8 @@ damage_is_an_error() {
 }
 
 rows_that_are_no_samples_have_a_number() {
-    refuses null ':2: has "response" but not "prompt".*; the file has the columns prompt, response$' &&
+    refuses binary ':2: "response" ' &&
+        refuses null ':2: has "response" but not "prompt".*; the file has the columns prompt, response$' &&
         refuses lacks ':1: has neither messages, nor .*; the file has the columns question, solution$' &&
         refuses image ':1: has "images", which is not supported' && sft "$work/no_image.parquet" &&
         sft "$work/null.parquet" --skip-bad-samples 1 && says 'skipped .*null.parquet:2: ' "$work/out" &&

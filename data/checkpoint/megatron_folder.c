@@ -1133,6 +1133,18 @@ static int mt_megatron_check_layout(const mt_megatron *c, const mt_megatron_layo
     return 0;
 }
 
+/* Files of two ranks differ, at least in their parts of the matrices; experts may begin alike. */
+static int mt_megatron_check_ranks(const mt_megatron *c, const mt_megatron_layout *l, mt_error *error) {
+    if (l->ep > 1) return 0;
+    for (int64_t i = 0; i < c->num_files; i++)
+        for (int64_t k = 0; k < i; k++) {
+            const mt_safetensors_file *a = &c->files[k], *b = &c->files[i];
+            if (a->bytes == b->bytes && memcmp(a->base, b->base, (size_t)a->bytes) == 0)
+                return mt_error_set(error, "%s: is the same file as %s; copy each rank's own", b->path, a->path);
+        }
+    return 0;
+}
+
 static int mt_megatron_open_torch(mt_megatron *c, bool tensors, mt_error *error) {
     mt_megatron_layout l = {.tp = 1, .pp = 1, .ep = 1, .chunks = 1};
     mt_rank_file rank;
@@ -1162,7 +1174,7 @@ static int mt_megatron_open_torch(mt_megatron *c, bool tensors, mt_error *error)
                     status = mt_megatron_add_stage(c, &l, &rank, chunk, tp, pp, ep, error);
                 mt_rank_file_close(&rank);
             }
-    return status;
+    return status == 0 ? mt_megatron_check_ranks(c, &l, error) : -1;
 }
 
 /* ---- */

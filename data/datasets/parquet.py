@@ -2,7 +2,7 @@
 
 The argument is the path. A line feed comes when a package was found; then a line "=" and the names of the columns, a
 list in JSON; a line for each row; and a last line, "=" or "!" and an error. Columns of bytes become texts of UTF-8, or
-"<N bytes>". Numbers that JSON has not are null or texts.
+objects that no reader takes for a text. Numbers that JSON has not are null or texts.
 """
 import sys
 sys.path = [p for p in sys.path if p]  # no module of the current folder
@@ -32,7 +32,7 @@ def plain(value):
         try:
             return bytes(value).decode()
         except UnicodeDecodeError:
-            return "<%d bytes>" % len(value)
+            return {"bytes": len(value)}
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return str(value)  # Decimal, UUID, timedelta
