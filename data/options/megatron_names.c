@@ -287,7 +287,7 @@ static const struct {
     {MT_NAME_IDLE, "random numbers are functions of --seed and of their place, on every device and layout",
      "inference-rng-tracker save-rng te-rng-tracker use-cpu-initialization use-te-rng-tracker"},
     {MT_NAME_ALWAYS, "a checkpoint's format is recognized by its files", "auto-detect-ckpt-format", "true"},
-    {MT_NAME_IDLE, "a checkpoint is a Hugging Face folder, and one thread writes it",
+    {MT_NAME_IDLE, "tensors of a checkpoint have their places by name, and one thread writes it",
      "async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy "
      "ckpt-assume-constant-structure ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo "
      "ckpt-fully-parallel-load-per-rank-objects ckpt-fully-parallel-load-process-group "
@@ -295,7 +295,7 @@ static const struct {
      "ckpt-pg-tensors-cache-path dist-ckpt-optim-fully-reshardable dist-ckpt-strictness dist-ckpt-workers "
      "distrib-optim-fully-reshardable-mem-efficient hetereogenous-dist-checkpoint strict-fsdp-dtensor-load "
      "use-dist-ckpt use-persistent-ckpt-worker dist-ckpt-save-pre-mcore-014 stream-ckpt-dequant"},
-    {MT_NAME_NO_MEANING, "a checkpoint is a Hugging Face folder, and one thread writes it",
+    {MT_NAME_NO_MEANING, "tensors of a checkpoint have their places by name, and one thread writes it",
      "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format load-main-params-from-ckpt"},
     {MT_NAME_IDLE, "token files are mapped into memory, and samples are found when a run starts",
      "data-cache-path dataloader-defer-npy-index-mmap dataloader-fast-cache-load no-mmap-bin-files "
