@@ -2131,9 +2131,9 @@ static void every_operation_is_tested(void **state) {
 #undef NAME
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        static const char *const elsewhere[] = {"all_",   "reduce_scatter",  "broadcast",      "channel_", "mailbox_",
-                                                "graph_", "grouped_linear_", "quantize",       "fp8_",     "adamw_amax",
-                                                "reduce", "muon_",           "batched_product"};
+        static const char *const elsewhere[] = {
+            "all_",     "reduce_scatter", "broadcast",  "channel_", "mailbox_", "graph_",          "grouped_linear_",
+            "quantize", "fp8_",           "adamw_amax", "reduce",   "muon_",    "batched_product", "dequantize"};
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
                      strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0 ||
                      strcmp(all[i], "delta_workspace_bytes") == 0 || strcmp(all[i], "ssd_workspace_bytes") == 0 ||

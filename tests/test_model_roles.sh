@@ -291,8 +291,7 @@ others_are_refused() {
         return 1
     refused 'rollout-expert-model-parallel-size needs --num-experts' "$train" --stage rl --load "$work/dense" \
         --data-path "$work/rl.jsonl" --rollout-tensor-model-parallel-size 1 --rollout-expert-model-parallel-size 2 &&
-        refused 'teacher-tensor-model-parallel-size needs --stage kd' "$train" --stage rl --load "$work/dense" \
-            --data-path "$work/rl.jsonl" --teacher-tensor-model-parallel-size 2 &&
+        refused 'there is no teacher of its own here' "$@" --teacher-tensor-model-parallel-size 1 &&
         refused 'param-offload needs --stage dpo|rl|kd' "$train" --load "$work/dense" --param-offload --mock-data
 }
 
