@@ -424,9 +424,15 @@ static reference references[NUM_SUBJECTS][3]; // fp32, bf16, fp16
 /* A bucket's weights as floats; free them. Collective over the data group. */
 static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b) {
     const mt_ops *ops = mt_model_ops(model);
-    int64_t size = mt_dtype_size(b->dtype), count = b->count;
-    char *raw = mt_malloc(count * size);
+    int64_t size = mt_dtype_size(b->dtype), count = b->count, num_params;
     float *values = mt_malloc(count * 4);
+    const mt_param *param = mt_model_params(model, &num_params) + b->first_param;
+    if (b->num_scales > 0) { // some are in fp8
+        for (const mt_param *end = param + b->num_params; param < end; param++)
+            mt_state_read(model, param, MT_STATE_WEIGHTS, 0, values + param->offset, param->rows * param->cols);
+        return values;
+    }
+    char *raw = mt_malloc(count * size);
     ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_STATE_WEIGHTS), count * size,
                      mt_model_stream(model));
     ops->stream_synchronize(mt_model_stream(model));
