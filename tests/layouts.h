@@ -425,7 +425,7 @@ static reference references[NUM_SUBJECTS][3]; // fp32, bf16, fp16
 static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b) {
     const mt_ops *ops = mt_model_ops(model);
     int64_t size = mt_dtype_size(b->dtype), count = b->count, num_params;
-    float *values = mt_malloc(count * 4);
+    float *values = mt_calloc(count * 4); // with gaps between parameters
     const mt_param *param = mt_model_params(model, &num_params) + b->first_param;
     if (b->num_scales > 0) { // some are in fp8
         for (const mt_param *end = param + b->num_params; param < end; param++)
