@@ -733,6 +733,10 @@ static void layouts_that_cannot_be_are_refused(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 6, RUN "--tensor-model-parallel-size 4",
                     "the number of ranks 6 must be a multiple of --tensor-model-parallel-size x "
                     "--pipeline-model-parallel-size x --context-parallel-size = 4; start others or lower a size");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN "--position-embedding-type rope --num-experts 4 --moe-aux-loss-coeff 1e-2 --mtp-num-layers 2 "
+                        "--mtp-use-repeated-layer --moe-router-load-balancing-type global_aux_loss",
+                    "global_aux_loss needs a data-parallel size of 1, not 2");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--context-parallel-size 4",
                     "the number of ranks 2 must be a multiple of");
     expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--tensor-model-parallel-size 3",

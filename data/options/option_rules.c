@@ -275,11 +275,23 @@ static int mt_options_check_mapping(const mt_options *o, mt_error *error) {
                         model, experts);
 }
 
+/* A module that predicts several tokens counts its choices once for each: one rank would count those of the second
+ * before the next micro-batch's first, and data-parallel ranks compute both at the same time. */
+static int mt_options_check_repeated(const mt_options *o, mt_error *error) {
+    bool repeats = o->mtp_use_repeated_layer && o->mtp_num_layers > 1 && o->num_experts > 0;
+    if (!repeats || o->data_parallel_size == 1 || !mt_balances_by(o, MT_BALANCING_GLOBAL_AUX_LOSS)) return 0;
+    return mt_error_set(error,
+                        "--mtp-use-repeated-layer with --moe-router-load-balancing-type global_aux_loss needs a "
+                        "data-parallel size of 1, not %lld; take aux_loss or seq_aux_loss",
+                        (long long)o->data_parallel_size);
+}
+
 /* The data-parallel size: ranks / (tensor, pipeline and context sizes). */
 static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
     if (mt_options_check_multiples(o, world_size, error)) return -1;
     o->data_parallel_size = world_size / (tp * pp * cp);
+    if (mt_options_check_repeated(o, error) != 0) return -1;
     return mt_options_check_mapping(o, error);
 }
 
