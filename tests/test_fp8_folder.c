@@ -376,8 +376,8 @@ static void a_frozen_base_keeps_the_codes_of_a_folder(void **state) {
         int64_t num_params, num_buckets, compared = 0;
         mt_run_options options;
         mt_run_state run = {0};
-        mt_model *model;
-        mt_safetensors *set;
+        mt_model *model = NULL;
+        mt_safetensors *set = NULL;
         mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = true};
         mt_error error;
         make_large();
