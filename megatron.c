@@ -21071,15 +21071,15 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  *
  *   patches [P, numbers] -> input: linear, plus learned positions -> layers [P, Cv] -> merger [P / M, C]
  *
- * A merger joins a square of M patches to one token of the decoder. Each image has as many placeholders among the
- * decoder's tokens: their embeddings are 0, and merger 0 is added to them (mt_vision_add); mergers of deepstack, behind
- * other layers of the tower, are added to the outputs of the decoder's first layers at the same rows (Meng et al.,
- * "DeepStack"). The backward takes the gradients at these places (mt_vision_take), then runs the tower backwards.
- * Tokens of an image have three coordinates, by which RoPE rotates different channels; the host computes the cosines of
- * each token. The tower is on the stage with the embedding, and whole on every tensor-parallel rank. Invariants: with
- * windows, the host puts the patches in the order of windows, so that every span is contiguous, in a window and in an
- * image; a micro-batch without images computes nothing, but each backward completes the tower's gradients, as ranks
- * reduce them together. */
+ * A merger joins a square of M patches to one token of the decoder. Each image has as many image tokens
+ * (--image-token-id) among the decoder's: their embeddings are 0, and merger 0 is added to them (mt_vision_add);
+ * mergers of deepstack, behind other layers of the tower, are added to the outputs of the decoder's first layers at the
+ * same rows (Meng et al., "DeepStack"). The backward takes the gradients at these places (mt_vision_take), then runs
+ * the tower backwards. Tokens of an image have three coordinates, by which RoPE rotates different channels; the host
+ * computes the cosines of each token. The tower is on the stage with the embedding, and whole on every tensor-parallel
+ * rank. Invariants: with windows, the host puts the patches in the order of windows, so that every span is contiguous,
+ * in a window and in an image; a micro-batch without images computes nothing, but each backward completes the tower's
+ * gradients, as ranks reduce them together. */
 
 /* Saved values of a layer. Cv, F as in mt_vision_layer. */
 typedef struct mt_vision_values {
@@ -21535,8 +21535,8 @@ static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, c
     v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
 }
 
-/* Fills the inputs of a micro-batch's images and enqueues their copy; the placeholders among block->tokens become -1,
- * whose embedding is 0. */
+/* Fills the inputs of a micro-batch's images and enqueues their copy; image tokens among block->tokens become -1, whose
+ * embedding is 0. */
 static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
     const mt_image_batch *images = &batch->images;
     mt_vision_batch *v = &mb->vision;
@@ -21574,7 +21574,7 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batc
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
 }
 
-/* Images of a batch, and their placeholders: a micro-batch without images may have the token, as text. */
+/* The image tokens of a batch are those of its images. Without images, the token is text. */
 static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_error *error) {
     const mt_image_batch *images = &batch->images;
     int64_t side = m->options->vision.spatial_merge_size, token = m->options->vision.image_token_id, P = 0, image = 0;
@@ -21604,20 +21604,20 @@ static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_er
             int64_t first = t, tokens;
             if (batch->tokens[t++] != token) continue;
             if (image == images->num_images)
-                return mt_error_set(error, "token %lld is a placeholder, and all %lld images have theirs before it",
+                return mt_error_set(error, "token %lld is an image token, and all %lld images have theirs before it",
                                     (long long)first, (long long)image);
             tokens = images->grids[image].height * images->grids[image].width / (side * side);
             while (t < end && t - first < tokens && batch->tokens[t] == token) t++;
             if (t - first < tokens)
                 return mt_error_set(error,
-                                    "image %lld needs %lld placeholders together, and there are %lld from token "
+                                    "image %lld needs %lld image tokens together, and there are %lld from token "
                                     "%lld on",
                                     (long long)image, (long long)tokens, (long long)(t - first), (long long)first);
             image++;
         }
     }
     if (image == images->num_images) return 0;
-    return mt_error_set(error, "%lld images, and placeholders (token %lld) of %lld", (long long)images->num_images,
+    return mt_error_set(error, "%lld images, and image tokens (%lld) of %lld", (long long)images->num_images,
                         (long long)token, (long long)image);
 }
 

@@ -645,7 +645,7 @@ typedef struct mt_vision_options {
     int64_t window_size;         // QWEN2_5: pixels of the side of a window
     uint64_t full_layers;        // QWEN2_5: bits of the layers whose patches see the whole image; others see a window
     uint64_t deepstack_layers;   // QWEN3: bits of the layers whose outputs are added behind the decoder's first layers
-    int64_t image_token_id;      // the placeholder of a merged patch
+    int64_t image_token_id;      // stands for a merged patch in the text
     int64_t video_token_id, start_token_id, end_token_id; // not read by the stack: videos are not
     bool freeze, freeze_projector;                        // the tower without its mergers; its mergers
 } mt_vision_options;
@@ -3531,7 +3531,7 @@ typedef struct mt_image_grid {
     int64_t height, width;
 } mt_image_grid;
 
-/* The images of a micro-batch, in the order of their placeholders: an image has one token image_token_id for each
+/* The images of a micro-batch, in the order of their image tokens: an image has one token image_token_id for each
  * square of spatial_merge_size^2 patches, and these stand together in one sequence. */
 typedef struct mt_image_batch {
     int64_t num_images;

@@ -112,51 +112,12 @@ static void fill_batch(const fixture *f, int64_t first, int64_t count, mt_batch 
     }
 }
 
-typedef struct source {
-    const fixture *fixture;
-    int64_t micro_batch_size, first, stride; // stride: sequences of one micro-batch over all ranks
-} source;
-
-static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
-    (void)error;
-    const source *from = context;
-    fill_batch(from->fixture, from->first + index * from->stride, from->micro_batch_size, batch);
-    return 0;
-}
-
-/* Five steps of AdamW; losses and gradient norms before clipping. */
-__attribute__((unused)) static void train_five_steps(const char *name, const mt_grid *grid, int64_t micro_batch_size,
-                                                     const char *words, double losses[STEPS], double norms[STEPS]) {
-    fixture f;
-    mt_run_state run = {0};
-    mt_error error;
-    open_model(&f, name, grid, micro_batch_size, words);
-    int64_t stride = micro_batch_size * grid->data.size;
-    for (int64_t step = 0; step < STEPS; step++) {
-        source from = {&f, micro_batch_size, grid->data.rank * micro_batch_size, stride};
-        mt_metrics metrics;
-        if (mt_train_step(f.model, &run, SEQUENCES / stride, next_micro_batch, &from, &f.batch, &metrics, &error) != 0)
-            fail_msg("%s%s: %s", name, words, error.text);
-        losses[step] = metrics.loss, norms[step] = metrics.grad_norm;
-    }
-    close_model(&f);
-}
+#include "five_steps.h"
 
 /* Fails unless losses and norms equal those of transformers. */
 __attribute__((unused)) static void assert_expected(const char *name, const char *words, const double losses[STEPS],
                                                     const double norms[STEPS]) {
-    char path[512];
-    snprintf(path, sizeof path, "tests/golden/t5/%s/expected.json", name);
-    json_t *expected = json_load_file(path, 0, NULL);
-    assert_non_null(expected);
-    for (size_t i = 0; i < STEPS; i++) {
-        double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
-        double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));
-        if (!(fabs(losses[i] - loss) <= 1e-5 * loss) || !(fabs(norms[i] - norm) <= 1e-5 * norm))
-            fail_msg("%s%s step %d: loss %.9f, expected %.9f; norm %.9f, expected %.9f", name, words, (int)i + 1,
-                     losses[i], loss, norms[i], norm);
-    }
-    json_decref(expected);
+    assert_five_steps("tests/golden/t5", name, words, 1e-5, STEPS, losses, norms);
 }
 
 /* Fails unless the model generates greedy.json from the reference's inputs, `at_once` sequences at a time. */

@@ -113,7 +113,7 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     }
 }
 
-/* Sequence 1 without its image: its placeholders become text. */
+/* Sequence 1 without its image: its image tokens become text. */
 static void drop_second_image(mt_batch *batch, bool alone) {
     for (int64_t t = alone ? 0 : batch->spans[0].q_len; t < batch->num_tokens; t++)
         if (batch->tokens[t] == 150) batch->tokens[t] = 7;
@@ -261,10 +261,10 @@ typedef struct bad_batch {
     const char *message;
 } bad_batch;
 
-static void with_one_placeholder_less(mt_batch *b) {
+static void with_one_token_less(mt_batch *b) {
     b->tokens[8] = 7;
 }
-static void with_one_placeholder_more(mt_batch *b) {
+static void with_one_token_more(mt_batch *b) {
     b->tokens[b->num_tokens - 1] = 150;
 }
 static void with_one_image_less(mt_batch *b) {
@@ -288,10 +288,10 @@ static void with_more_patches_than_planned(mt_batch *b) {
 
 static void a_bad_batch_is_refused(void **state) {
     static const bad_batch cases[] = {
-        {with_one_placeholder_less, "image 0 needs 8 placeholders together, and there are 2 from token 6 on"},
-        {with_one_placeholder_more, "token 95 is a placeholder, and all 2 images have theirs before it"},
-        {with_one_image_less, "token 54 is a placeholder, and all 1 images have theirs before it"},
-        {with_one_image_more, "3 images, and placeholders (token 150) of 2"},
+        {with_one_token_less, "image 0 needs 8 image tokens together, and there are 2 from token 6 on"},
+        {with_one_token_more, "token 95 is an image token, and all 2 images have theirs before it"},
+        {with_one_image_less, "token 54 is an image token, and all 1 images have theirs before it"},
+        {with_one_image_more, "3 images, and image tokens (150) of 2"},
         {with_an_odd_image, "image 1 has 8 x 3 patches; rows and columns must be multiples of 2"},
         {with_an_empty_image, "image 0 has 0 x 8 patches"},
         {with_an_absurd_image, "the model is planned for 384 patches in a micro-batch"},

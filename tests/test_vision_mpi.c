@@ -75,6 +75,7 @@ static void frozen_towers_train_alike_on_every_layout(void **state) {
         }
     }
 }
+
 int main(int argc, char **argv) {
     mt_run_options options;
     mt_error error;
@@ -87,7 +88,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(five_steps_equal_pytorch_on_every_layout),
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };
-    int failures = cmocka_run_group_tests_name("t5 on ranks", tests, NULL, NULL);
+    int failures = cmocka_run_group_tests_name("vision on ranks", tests, NULL, NULL);
     mt_grid_stop(&world);
     return failures;
 }
