@@ -1126,12 +1126,9 @@ const mt_option mt_option_table[] = {
      "prompts of an iteration", .needs = "stage rl", .own = true},
     {"rollout-lag", MT_INT, MT_AT(rollout_lag), MT_TRAIN, MT_OF_RUN, "0", "[0,64]",
      "train on responses that the weights of this many iterations ago wrote, with the log-probabilities that these "
-     "gave "
-     "them; the first iteration writes the responses of all of these iterations, and the last ones write some that "
-     "only "
-     "a longer run reads. Writing and training take turns on all ranks and do not overlap: this studies stale data, "
-     "and "
-     "saves no time",
+     "gave them; the first iteration writes the responses of all of these iterations, and the last ones write "
+     "some that only a longer run reads. Writing and training take turns on all ranks and do not overlap: this "
+     "studies stale data, and saves no time",
      .needs = "stage rl", .own = true},
     {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model|env|none",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
