@@ -534,6 +534,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {latent && mt_exceeds(o->v_head_dim, l->head_channels),
          "--v-head-dim is %lld, and attention on this device takes heads of at most %lld channels",
          {o->v_head_dim, l->head_channels}},
+        {o->position_embedding_type == MT_POSITION_RELATIVE &&
+             mt_exceeds(o->relative_attention_num_buckets, l->bias_buckets),
+         "--relative-attention-num-buckets is %lld, and attention on this device has biases for at most %lld buckets",
+         {o->relative_attention_num_buckets, l->bias_buckets}},
         {E > 0 && mt_exceeds(k, l->router_topk),
          "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
          {k, l->router_topk}},
@@ -17378,6 +17382,9 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
         memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
+        for (int64_t i = 0; i < T && mt_has_encoder(m); i++)
+            mt_decode_output(m)->encoder.host_cross[i] =
+                (mt_span){.q_start = i, .q_len = 1, .k_len = m->plan.max_inputs};
         m->ops->graph_begin(m->stream);
         mt_decode_pass(m, num_rows, true);
         step->graph = m->ops->graph_end(m->stream);
@@ -21048,12 +21055,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-static int mt_cross_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    (void)o;
-    if (!l->no_plain) return 0;
-    return mt_error_set(error, "--decoder-num-layers: encoder-decoders run on the CPU only so far; take --device cpu");
-}
-
 static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .slots = mt_cross_slots,
                                             .forward = mt_cross_forward,
@@ -21062,8 +21063,7 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .attends = true,
                                             .widths = mt_cross_widths,
                                             .multiplications = mt_cross_multiplications,
-                                            .check = mt_cross_check,
-                                            .check_limits = mt_cross_check_limits};
+                                            .check = mt_cross_check};
 
 /* ==== §21 vision ================================================================================================== */
 /* The tower before a decoder of the Qwen-VL line. An image is a grid of patches; the tower is a string of layers over

@@ -950,6 +950,8 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
     return count;
 }
 
+static bool has_biases; // by distance: see attention_forward_biased
+
 /* Sizes: T, heads, groups, D, Dv, window, spans, dropout in percent. */
 typedef struct attention_case {
     mt_span spans[64];
@@ -973,7 +975,7 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
                              .k_stride = fused ? width : G * D,
                              .v_stride = fused ? width : G * Dv,
                              .out_stride = H * Dv,
-                             .window = n[5],
+                             .window = has_biases ? 0 : n[5],
                              .spans = {a->spans, spans, count},
                              .scale = 1 / sqrtf((float)D),
                              .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
@@ -985,6 +987,10 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
     a->call.q = input(r, fused ? a->queries * width : a->queries * H * D);
     a->call.k = fused ? (const char *)a->call.q + H * D * size : input(r, a->keys * G * D);
     a->call.v = fused ? (const char *)a->call.q + (H + G) * D * size : input(r, a->keys * G * Dv);
+    if (!has_biases) return;
+    int64_t buckets = llabs(n[5]), most = buckets < 16 ? 20 : buckets > 32 ? 1000 : 128;
+    a->call.bias = (mt_relative_bias){
+        .w = input(r, buckets * H), .buckets = buckets, .max_distance = most, .bidirectional = n[5] > 0};
 }
 
 static void attention_forward(run *r, const int64_t *n) {
@@ -1008,8 +1014,21 @@ static void attention_backward(run *r, const int64_t *n) {
     char *dq = c->dq = output(r, a.queries * c->q_stride);
     c->dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * c->k_stride);
     c->dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * c->v_stride);
+    if (has_biases) c->bias.dw = float_changed(r, c->bias.buckets * n[1], NORMAL);
     r->ops->attention_forward(c, r->dtype, r->stream);
     r->ops->attention_backward(c, r->dtype, r->stream);
+}
+
+/* n[5]: buckets of distances; less than 0: those of a decoder, where later keys have none of their own. */
+static void attention_forward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_forward(r, n);
+    has_biases = false;
+}
+static void attention_backward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_backward(r, n);
+    has_biases = false;
 }
 
 /* ---- sparse attention */
@@ -1572,6 +1591,8 @@ static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION
                                                        ROWS_OF(MT_ACTIVATION_GELU_TANH, 1),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 1),
+                                                       ROWS_OF(MT_ACTIVATION_RELU, 0),
+                                                       {33, 64, MT_ACTIVATION_RELU, 1, 0, 0},
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
                                                        ROWS_OF(MT_ACTIVATION_QUICK_GEGLU, 0),
@@ -1626,6 +1647,22 @@ static const int64_t attention_shapes[][MAX_SIZES] = {
     {50, 2, 2, 192, 128, 0, FULL, 0},     {70, 4, 2, 64, 64, 0, PACKED, 30},
     {40, 2, 1, 128, 128, 9, ONE, 50},     {300, 4, 2, 64, 64, 0, ONE, 10},
     {180, 2, 2, 192, 128, 0, ONE, 10},    {0}};
+static const int64_t bias_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 32, FULL, 0},
+                                                 {7, 2, 2, 16, 16, 32, FULL, 0},
+                                                 {300, 4, 4, 64, 64, 32, FULL, 0},
+                                                 {300, 3, 3, 64, 64, -32, ONE, 0},
+                                                 {129, 6, 2, 128, 128, 64, FULL, 0},
+                                                 {200, 2, 1, 32, 16, -64, ONE, 0},
+                                                 {500, 2, 2, 64, 64, 64, FULL, 0},
+                                                 {400, 4, 2, 64, 64, -32, PACKED, 0},
+                                                 {60, 4, 4, 64, 64, -32, DECODE, 0},
+                                                 {77, 2, 2, 40, 40, -8, FEW_KEYS, 0},
+                                                 {140, 4, 2, 64, 64, -32, SHARED_KEYS, 0},
+                                                 {100, 2, 2, 24, 24, 4, FULL, 0},
+                                                 {333, 4, 4, 64, 64, 32, FULL, 10},
+                                                 {150, 2, 2, 64, 64, -2, ONE, 20},
+                                                 {90, 4, 2, 64, 64, -32, CONTINUED, 0},
+                                                 {0}};
 
 static const int64_t indexer_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},
                                                     {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
@@ -1886,6 +1923,8 @@ static operation operations[] = {
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"attention_forward with biases", attention_forward_biased, 5e-3, bias_shapes, {0}},
+    {"attention_backward with biases", attention_backward_biased, 1e-2, bias_shapes, {0}},
     {"indexer_forward", indexer_forward, 0, indexer_shapes, {0}},
     {"indexer_backward", indexer_backward, ONCE, indexer_loss_shapes, {0}},
     {"sparse_attention_forward", sparse_attention_forward, 5e-3, sparse_decode_shapes, {0}},

@@ -27,18 +27,6 @@ static void logits_equal_transformers(void **state) {
     }
 }
 
-/* Adds the squared distance of one parameter's gradient from the reference, and the squared norm of the reference. */
-static void add_gradient_error(const fixture *f, const mt_param *param, const float *grads, const float *expected,
-                               double *distance, double *norm) {
-    mt_placement place = mt_param_placement(param, MT_STATE_WEIGHTS);
-    for (int64_t row = 0; row < param->rows_stored; row++)
-        for (int64_t col = 0; col < param->cols; col++) {
-            double e = expected[mt_placement_row(&place, row) * place.width + col];
-            double d = (double)grads[param->offset + row * param->cols + col] / (double)f->num_labels - e;
-            *distance += d * d, *norm += e * e;
-        }
-}
-
 /* The name of a parameter in the reference's gradients: transformers' own, which for Qwen2.5-VL is not that of files.
  */
 static const char *name_in_model(char name[200], const mt_options *o, const char *hf_name) {
