@@ -3947,6 +3947,16 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--relative-attention-num-buckets is 66, and attention on this device has biases for at most 64 "
                  "buckets");
 #undef T5
+    const mt_limits heads = {.head_channels = 16};
+#define TOWER                                                                                                          \
+    RUN "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --position-embedding-type rope "        \
+        "--mrope-section 4 2 2 --image-token-id 7 --vision-tower qwen2_5 "                                             \
+        "--vision-window-size 112 --vision-num-layers 1 --vision-ffn-hidden-size 64 --vision-num-attention-heads 2 "
+    check_limits(TOWER "--vision-hidden-size 32", &heads, NULL);
+    check_limits(TOWER "--vision-hidden-size 40", &heads,
+                 "--vision-hidden-size / --vision-num-attention-heads is 20, and attention on this device takes heads "
+                 "of at most 16 channels");
+#undef TOWER
     check_limits(RUN "--kv-channels 512", &none, NULL);
     check_limits(RUN "--kv-channels 256", &limits, NULL);
     check_limits(RUN "--kv-channels 258", &limits,
