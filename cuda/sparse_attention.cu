@@ -7,9 +7,9 @@
  * exact: three histograms of parts of a score's bits find the k-th greatest. Of scores that equal it the first are
  * taken, or else the choice of torch (megatron.c, section 19a): then one thread splits the row as torch does.
  *
- * Attention of many queries multiplies whole tiles of keys and reads from a bit for each pair whether a query attends
- * to a key: heads share these bits, and no head reads its keys once for each query. A query of a step of generation
- * reads the keys of its list. */
+ * Attention of many queries multiplies whole tiles of keys, on the rungs of dense attention, and reads from a bit for
+ * each pair whether a query attends to a key: heads share these bits, and no head reads its keys once for each query. A
+ * query of a step of generation reads the keys of its list. */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
@@ -736,18 +736,25 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
     }
 }
 
+static bool on_hopper = true;
+
+extern "C" void mt_cuda_select_on_hopper(bool on) {
+    on_hopper = on;
+}
+
 /* Enqueues the bits of all query rows. */
 static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stream) {
     const mt_spans *spans = &a->attention.spans;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     int64_t rows = 0, longest = 1;
     for (int64_t s = 0; s < spans->count; s++) {
         if (spans->host[s].q_start + spans->host[s].q_len > rows) rows = spans->host[s].q_start + spans->host[s].q_len;
         if (spans->host[s].k_len > longest) longest = spans->host[s].k_len;
     }
     selection.words = mt_cuda_selection_words(longest);
-    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, rows * selection.words * 8);
-    selection.bits = (const uint64_t *)bits;
+    int64_t words = rows * selection.words;
+    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, words * 8 + (int64_t)sizeof *selection.counter);
+    selection.bits = (const uint64_t *)bits, selection.counter = (int *)(selection.bits + words);
     selection_bits<<<(unsigned)rows, THREADS, 0, mt_cuda_stream(stream)>>>(bits, selection.words, a->selected, a->topk,
                                                                            spans->device, spans->count);
     MT_CUDA_LAUNCHED();
@@ -757,9 +764,10 @@ static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stre
 extern "C" void mt_cuda_sparse_attention_forward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     if (dtype != MT_F32 && has_rows(&call->spans) && call->dropout.p <= 0) {
         selection = make_selection(a, stream);
+        if (on_hopper && mt_selected_hopper_forward(call, &selection, dtype, stream)) return;
         if (mt_selected_mma_forward(call, &selection, dtype, stream)) return;
     }
     mt_selected_naive_forward(call, &selection, dtype, stream);
@@ -769,8 +777,9 @@ extern "C" void mt_cuda_sparse_attention_backward(const mt_sparse_attention *a, 
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
     mt_selection selection = make_selection(a, stream);
-    if (!mt_selected_mma_backward(call, &selection, dtype, stream))
-        mt_selected_naive_backward(call, &selection, dtype, stream);
+    if (on_hopper && mt_selected_hopper_backward(call, &selection, dtype, stream)) return;
+    if (mt_selected_mma_backward(call, &selection, dtype, stream)) return;
+    mt_selected_naive_backward(call, &selection, dtype, stream);
 }
 
 /* ---- the target of the loss -------------------------------------------------------------------------------------- */
