@@ -1670,23 +1670,16 @@ static const int64_t attention_shapes[][MAX_SIZES] = {
     {33, 16, 2, 192, 128, 0, DECODE, 0},  {40, 8, 4, 64, 96, 7, DECODE, 0},
     {77, 4, 2, 40, 72, 0, FEW_KEYS, 0},   {0}};
 
-static const int64_t indexer_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {40, 4, 16, 6, ONE, MT_TIES_FIRST, 0, 0},
-                                                    {333, 6, 8, 5, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {700, 64, 128, 64, ONE, MT_TIES_TORCH, 0},
-                                                    {700, 64, 128, 64, ONE, MT_TIES_FIRST, 0, 333},
-                                                    {1500, 16, 64, 3, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {1025, 3, 24, 100, ONE, MT_TIES_FIRST, 0, 0},
-                                                    {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},
-                                                    {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
-                                                    {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},
-                                                    {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
-                                                    {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0},
-                                                    {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
-                                                    {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},
-                                                    {0}};
+static const int64_t indexer_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},           {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
+    {40, 4, 16, 6, ONE, MT_TIES_FIRST, 0, 0},         {333, 6, 8, 5, ONE, MT_TIES_TORCH, 0, 0},
+    {700, 64, 128, 64, ONE, MT_TIES_TORCH, 0},        {700, 64, 128, 64, ONE, MT_TIES_FIRST, 0, 333},
+    {1500, 16, 64, 3, ONE, MT_TIES_TORCH, 0, 0},      {1025, 3, 24, 100, ONE, MT_TIES_FIRST, 0, 0},
+    {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},  {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
+    {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},      {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
+    {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0}, {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
+    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
+    {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},      {0}};
 static const int64_t indexer_loss_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, 1, 0, 0},
                                                          {40, 4, 16, 6, ONE, 1, 0, 0},
                                                          {40, 4, 16, 6, ONE, 0, 0, 0},
