@@ -91,8 +91,7 @@ static inline distance_buckets buckets_of(const mt_attention *a) {
     return b;
 }
 
-/* ---- arguments ----------------------------------------------------------------------------------------------------
- */
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
 
 /* Kernel arguments, passed by value. */
 struct flash_tiles {
@@ -100,10 +99,8 @@ struct flash_tiles {
     mt_selection selection;
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
-    bool accumulate;          // add to dk and dv instead of writing them
-    int *counter;             // of tiles taken, for persistent blocks
-    distance_buckets buckets; // with biases by distance
-    float *dbias;             // [tiles of queries, H, BUCKETS] parts of their gradient; NULL: not wanted
+    bool accumulate; // add to dk and dv instead of writing them
+    int *counter;    // of tiles taken, for persistent blocks
     mt_attention shape;
 };
 
@@ -111,6 +108,8 @@ struct flash_tiles {
 template <class E> struct flash_task : flash_tiles {
     const E *q, *k, *v, *dout;
     E *out, *dq, *dk, *dv;
+    distance_buckets buckets; // with biases by distance
+    float *dbias;             // [tiles of queries, H, BUCKETS] parts of their gradient; NULL: not wanted
 };
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */
@@ -162,10 +161,10 @@ static inline bool pages_serve(const mt_attention *a, int64_t keys) {
 
 /* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
-/* Rows [first, first + size) of a span's queries or keys, clipped to the span, the head, and the tile's number. */
+/* Rows [first, first + size) of a span's queries or keys, clipped to the span, and the head. */
 struct tile {
     mt_span span;
-    int first, head, number;
+    int first, head;
 };
 
 /* Finds tile number `index` among the tiles of all spans. Every warp does this itself: each lane counts the tiles of a
@@ -188,7 +187,7 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_ti
         unsigned past = __ballot_sync(all, index < end);
         if (past) {
             int owner = __ffs((int)past) - 1;
-            return {task.spans[base + owner], (index - __shfl_sync(all, end - count, owner)) * size, 0, 0};
+            return {task.spans[base + owner], (index - __shfl_sync(all, end - count, owner)) * size, 0};
         }
         index -= __shfl_sync(all, end, 31);
     }
@@ -200,9 +199,8 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_ti
 template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flash_tiles &task, int index, int size) {
     int section = index / (task.num_tiles * task.heads_together);
     index %= task.num_tiles * task.heads_together;
-    int number = OF_KEYS ? index / task.heads_together : task.num_tiles - 1 - index / task.heads_together;
-    tile t = tile_find<OF_KEYS>(task, number, size);
-    t.number = number;
+    int number = index / task.heads_together;
+    tile t = tile_find<OF_KEYS>(task, OF_KEYS ? number : task.num_tiles - 1 - number, size);
     t.head = section * task.heads_together + index % task.heads_together;
     return t;
 }

@@ -194,7 +194,7 @@ struct bias_table {
     unsigned char bucket[DISTANCES];
 };
 
-template <class E> __device__ __forceinline__ void fill_biases(bias_table &to, const flash_tiles &task, int head) {
+template <class E> __device__ __forceinline__ void fill_biases(bias_table &to, const flash_task<E> &task, int head) {
     for (int i = threadIdx.x; i < DISTANCES; i += THREADS) {
         int bucket = bucket_of(task.buckets, i - RADIUS);
         to.bucket[i] = (unsigned char)bucket;
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
     softmax<TILES> state;
     clear(out);
     softmax_begin(state);
-    if constexpr (BIASED) fill_biases<E>(biases, task, t.head);
+    if constexpr (BIASED) fill_biases(biases, task, t.head);
     load_tile<QUERIES, D>(q_tile, task.q + query * shape.q_stride + t.head * channels, shape.q_stride, rows, channels);
     if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
     int key = keys.first / KEYS * KEYS;
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     float dq[TILES][D / 8][4];
     row_stats<TILES> stats;
     clear(dq);
-    if constexpr (BIASED) fill_biases<E>(biases, task, t.head), sums_begin(sums);
+    if constexpr (BIASED) fill_biases(biases, task, t.head), sums_begin(sums);
     load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
     load_queries<QUERIES, D, DV>(q_tile, task, query, t.head, rows);
     if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
@@ -470,7 +470,10 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     store_rows<TILES, D>(task.dq + query * shape.q_stride + t.head * (int)shape.head_size, shape.q_stride, rows,
                          (int)shape.head_size, dq, q_tile, false);
     if constexpr (BIASED)
-        if (task.dbias) sums_store(task.dbias + (t.number * shape.num_heads + t.head) * BUCKETS, sums, biases);
+        if (task.dbias) {
+            const int64_t part = blockIdx.x % (task.num_tiles * task.heads_together) / task.heads_together;
+            sums_store(task.dbias + (part * shape.num_heads + t.head) * BUCKETS, sums, biases);
+        }
 }
 
 /* dk and dv: a block owns keys and loops over the queries that attend to them, of all heads of the group. It computes
@@ -635,7 +638,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         if constexpr (BIASED)
             if (t.head * heads + step / tiles != head) {
                 head = t.head * heads + step / tiles;
-                fill_biases<E>(biases, task, head); // no thread reads the table of the head before
+                fill_biases(biases, task, head); // no thread reads the table of the head before
                 __syncthreads();
             }
         if constexpr (DROPS)
