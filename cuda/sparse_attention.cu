@@ -3,46 +3,19 @@
  *
  * The indexer scores some rows of queries at a time, in the stream's workspace, and a second kernel selects from them:
  * memory is [rows, T] whatever T is. On tensor cores a warp has a query: its heads are the rows of a product, whose
- * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well. The choice is
+ * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well
+ * (indexer_hopper.cu: on wgmma, with keys as rows). The choice is
  * exact: three histograms of parts of a score's bits find the k-th greatest. Of scores that equal it the first are
  * taken, or else the choice of torch (megatron.c, section 19a): then a block splits the row as torch does.
  *
  * Attention of many queries multiplies whole tiles of keys, on the rungs of dense attention, and reads from a bit for
  * each pair whether a query attends to a key: heads share these bits, and no head reads its keys once for each query. A
  * query of a step of generation reads the keys of its list. */
-#include "attention.cuh"
-#include "mma.cuh"
-#include "vector.cuh"
+#include "sparse_attention.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / 32, LANES = 32, PLAIN = 128 };
-static const unsigned all_lanes = 0xffffffff;
+enum { THREADS = 256, WARPS = THREADS / 32, PLAIN = 128 };
 
-/* ---- queries and their keys -------------------------------------------------------------------------------------- */
-
-/* The span of a query row, and the number of its keys that the row sees; 0 if it is in no span. */
-struct query_keys {
-    mt_span span;
-    int64_t count, number; // number: of the span
-};
-
-/* All lanes of a warp call it with the same row. */
-__device__ static query_keys keys_of_query(const mt_span *spans, int64_t num_spans, int64_t t) {
-    int lane = (int)threadIdx.x % LANES;
-    for (int64_t base = 0; base < num_spans; base += LANES) {
-        bool mine = false;
-        if (base + lane < num_spans) {
-            int64_t i = t - spans[base + lane].q_start;
-            mine = i >= 0 && i < spans[base + lane].q_len;
-        }
-        unsigned owner = __ballot_sync(all_lanes, mine);
-        if (!owner) continue;
-        query_keys keys = {spans[base + __ffs((int)owner) - 1], 0, base + __ffs((int)owner) - 1};
-        int64_t end = t - keys.span.q_start + keys.span.k_len - keys.span.q_len + 1;
-        keys.count = keys.span.causal ? max(min(end, keys.span.k_len), (int64_t)0) : keys.span.k_len;
-        return keys;
-    }
-    return {};
-}
+/* ---- sums over a block ------------------------------------------------------------------------------------------- */
 
 /* Of several threads, all of a block, the sum or the maximum, for all of them. `parts`: memory of a number a warp. */
 template <class X, class Combine> __device__ static X over_block(X x, X *parts, Combine combine) {
@@ -85,47 +58,6 @@ template <class E> static bool rows_are_wide(const void *x, int64_t stride, int6
 
 /* ---- scores ------------------------------------------------------------------------------------------------------ */
 
-template <class E> struct indexer_task {
-    const E *q, *k, *weights;
-    const mt_span *spans;
-    int64_t num_spans;
-    mt_pages pages;
-    int64_t first_row;   // of queries: row 0 of q, weights and listed
-    int64_t first, rows; // of this launch
-    int64_t topk;
-    const int64_t *lengths; // see mt_indexer_args
-    const int32_t *listed;  // [rows, topk] or NULL: column j is key j
-    int64_t least;          // rows that see no more keys than this need no scores
-    float *scores;          // [rows of this launch, columns]
-    int64_t columns;
-    int H, D;
-    float scale;
-    bool wide; // keys allow 16-byte loads
-    bool is_loss;
-    E *attention_q; // see mt_indexer_args
-    int64_t attention_q_stride;
-
-    /* Row `i` of the launch is query row query(i). */
-    __device__ int64_t query(int64_t i) const {
-        return first + i;
-    }
-    __device__ int64_t count(const query_keys &keys) const {
-        return listed ? min(keys.count, topk) : keys.count;
-    }
-    __device__ int64_t length(const query_keys &keys) const {
-        return lengths ? lengths[keys.number] : keys.span.k_len;
-    }
-    /* The score of query row t and a key, to store. For the choice of keys the least if it is not a number. */
-    __device__ float checked(float score, int64_t t) const {
-        if (!isnan(score) || is_loss) return score;
-        if (attention_q) attention_q[t * attention_q_stride] = mt_from_float<E>(NAN);
-        return -INFINITY;
-    }
-    __device__ int64_t key_row(const query_keys &keys, int64_t t, int64_t j) const {
-        return mt_key_row(pages, keys.span.k_start + (listed ? listed[(t - first_row) * topk + j] : j));
-    }
-};
-
 template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     indexer_task<E> task = {};
     task.q = (const E *)a->q, task.k = (const E *)a->k, task.weights = (const E *)a->weights;
@@ -134,11 +66,6 @@ template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     task.attention_q = (E *)a->attention_q, task.attention_q_stride = a->attention_q_stride;
     task.lengths = a->lengths, task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
     return task;
-}
-
-/* The term of a head in the score of a query and a key. NaN stays. */
-__device__ static float positive(float product) {
-    return mt_maximum(product, 0.0f);
 }
 
 /* Any operands: a thread for each key of a query. Heads take turns, so that a key is read once for each. */
@@ -296,9 +223,28 @@ template <class E, int HEADS> static void launch_mma_scores(const indexer_task<E
     MT_CUDA_LAUNCHED();
 }
 
+static bool on_hopper = true;
+
+extern "C" void mt_cuda_select_on_hopper(bool on) {
+    on_hopper = on;
+}
+
+/* The rows of keys that the spans cover. */
+static int64_t key_rows_of(const mt_spans *spans) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < spans->count; s++) {
+        int64_t end = spans->host[s].k_start + spans->host[s].k_len;
+        if (end > rows) rows = end;
+    }
+    return rows;
+}
+
 /* Enqueues the scores of the task's rows. `most`: of keys of a row. */
 template <class E>
-static void launch_scores(const indexer_task<E> &task, bool on_tensor_cores, int64_t most, mt_stream *stream) {
+static void launch_scores(const indexer_task<E> &task, const mt_spans *spans, bool on_tensor_cores, int64_t most,
+                          mt_stream *stream) {
+    if constexpr (std::is_same_v<E, bf16>)
+        if (on_tensor_cores && on_hopper && mt_indexer_hopper_scores(task, key_rows_of(spans), stream)) return;
     if constexpr (!std::is_same_v<E, float>)
         if (on_tensor_cores) {
             if (task.H <= 16) return launch_mma_scores<E, 1>(task, stream);
@@ -558,7 +504,7 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
                            task.wide && (uintptr_t)a->q % 4 == 0;
     for (int64_t row = 0; row < a->rows; row += rows) {
         task.first = a->first_row + row, task.rows = a->rows - row < rows ? a->rows - row : rows;
-        if (longest > a->topk) launch_scores(task, on_tensor_cores, longest, stream);
+        if (longest > a->topk) launch_scores(task, a->spans, on_tensor_cores, longest, stream);
         select_keys<E><<<(unsigned)task.rows, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, torch);
         MT_CUDA_LAUNCHED();
         if (!torch || longest <= a->topk) continue;
@@ -719,14 +665,11 @@ __global__ void __launch_bounds__(PLAIN)
 
 template <class E> static void indexer_backward(const mt_indexer_args *a, mt_stream *stream) {
     cudaStream_t s = mt_cuda_stream(stream);
-    int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows, key_rows = 0;
+    int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows;
+    int64_t key_rows = key_rows_of(a->spans);
     if (end > a->first_row + a->rows) end = a->first_row + a->rows;
     MT_CHECK(a->block_rows <= MT_CUDA_LOSS_ROWS);
     if (begin >= end) return;
-    for (int64_t n = 0; n < a->spans->count; n++) {
-        int64_t last = a->spans->host[n].k_start + a->spans->host[n].k_len;
-        if (last > key_rows) key_rows = last;
-    }
     indexer_task<E> task = task_of<E>(a);
     task.wide = task.wide && rows_are_wide<E>(a->q, a->D, a->D);
     task.first = begin, task.rows = end - begin, task.least = 0, task.columns = mt_cuda_score_columns(a->width);
@@ -737,7 +680,7 @@ template <class E> static void indexer_backward(const mt_indexer_args *a, mt_str
     const float *shares = a->shares + (begin - a->block) * a->width;
     float *slopes = a->slopes + (begin - a->block) * a->width;
     bool on_tensor_cores = a->all_keys && has_rows(a->spans) && a->H <= 64 && a->D <= 128 && task.wide;
-    launch_scores(task, on_tensor_cores, a->width, stream);
+    launch_scores(task, a->spans, on_tensor_cores, a->width, stream);
     divergences<E>
         <<<(unsigned)task.rows, THREADS, 0, s>>>(task, shares, slopes, losses, a->token_index, a->width, a->coeff);
     MT_CUDA_LAUNCHED();
@@ -773,12 +716,6 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
         int32_t j = selected[t * topk + n];
         atomicOr(row + j / 32, 1u << j % 32);
     }
-}
-
-static bool on_hopper = true;
-
-extern "C" void mt_cuda_select_on_hopper(bool on) {
-    on_hopper = on;
 }
 
 /* Enqueues the bits of all query rows. */

@@ -1678,19 +1678,14 @@ static const int64_t indexer_shapes[][MAX_SIZES] = {
     {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},  {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
     {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},      {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
     {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0}, {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
-    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
+    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {333, 64, 128, 17, CONTINUED, MT_TIES_FIRST, 0, 0},
+    {333, 32, 128, 17, FULL, MT_TIES_TORCH, 0, 100},  {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
     {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},      {0}};
-static const int64_t indexer_loss_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 0, 0, 0},
-                                                         {200, 64, 128, 32, ONE, 1, 0, 128},
-                                                         {200, 64, 128, 32, ONE, 0, 100, 64},
-                                                         {150, 3, 33, 5, PACKED, 1, 0, 64},
-                                                         {150, 3, 33, 5, PACKED, 0, 20, 0},
-                                                         {100, 130, 24, 7, ONE, 1, 30, 0},
-                                                         {90, 20, 40, 9, CONTINUED, 1, 0, 0},
-                                                         {150, 16, 64, 5, PACKED, 1, 0, 0},
-                                                         {0}};
+static const int64_t indexer_loss_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 1, ONE, 1, 0, 0},          {40, 4, 16, 6, ONE, 1, 0, 0},        {40, 4, 16, 6, ONE, 0, 0, 0},
+    {200, 64, 128, 32, ONE, 1, 0, 128},  {200, 64, 128, 32, ONE, 0, 100, 64}, {300, 32, 128, 20, PACKED, 1, 0, 192},
+    {150, 3, 33, 5, PACKED, 1, 0, 64},   {150, 3, 33, 5, PACKED, 0, 20, 0},   {100, 130, 24, 7, ONE, 1, 30, 0},
+    {90, 20, 40, 9, CONTINUED, 1, 0, 0}, {150, 16, 64, 5, PACKED, 1, 0, 0},   {0}};
 static const int64_t sparse_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
                                                    {40, 2, 2, 16, 8, 6, ONE, 0},
                                                    {300, 4, 2, 64, 64, 40, ONE, 0},
