@@ -223,10 +223,14 @@ template <class E, int HEADS> static void launch_mma_scores(const indexer_task<E
     MT_CUDA_LAUNCHED();
 }
 
-static bool on_hopper = true;
+static bool on_hopper = true, shares_in_tiles = true;
 
 extern "C" void mt_cuda_select_on_hopper(bool on) {
     on_hopper = on;
+}
+
+extern "C" void mt_cuda_shares_on_tensor_cores(bool on) {
+    shares_in_tiles = on;
 }
 
 /* The rows of keys that the spans cover. */
@@ -708,7 +712,6 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
     int64_t t = blockIdx.x;
     query_keys keys = keys_of_query(spans, num_spans, t);
     uint32_t *row = bits + t * 2 * words;
-    if (keys.count == 0) return; // a query without keys
     for (int64_t w = threadIdx.x; w < 2 * words; w += THREADS) row[w] = 0;
     __syncthreads();
     int64_t count = min(keys.count, topk);
@@ -846,6 +849,197 @@ template <class E> static void shares(const mt_sparse_attention *a, mt_stream *s
     MT_CUDA_LAUNCHED();
 }
 
+/* ---- the target over all keys, on tensor cores --------------------------------------------------------------------
+ */
+
+/* The probabilities of a block of queries and all their keys take two passes over tiles of 64 keys: the first has the
+ * logs of the sums of exponentials, a block of threads for each head and some tiles; in the second a block has a tile
+ * and adds up the heads. Each tile of keys is read once a pass. */
+enum { SHARE_THREADS = 128, SHARE_ROWS = MT_CUDA_LOSS_ROWS, SHARE_PARTS = 32 };
+
+template <class E> struct tile_task {
+    const E *q, *k;
+    const mt_span *spans;
+    int64_t num_spans, q_stride, k_stride;
+    int64_t first, first_key, end_key, width; // query row 0; rows of k that some query sees
+    int rows, H, heads;                       // heads: of a group
+    int tiles, part_tiles, parts; // tiles of keys; those of a block of the first pass; its blocks for a head
+    float scale;
+    float *lse;         // [rows, H]
+    float *lse_of_part; // [rows, H, parts]
+    float *shares;      // [rows, width]
+};
+
+template <class E, int D, bool SUMS>
+__global__ void __launch_bounds__(SHARE_THREADS, 2) tile_shares(const tile_task<E> task) {
+    constexpr int TILE = SHARE_ROWS * D * 2, CHUNKS = D / 8;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ int64_t begins[SHARE_ROWS], ends[SHARE_ROWS]; // the rows of keys that a query sees
+    const uint32_t stages = mt_shared_address(memory);
+    const int warp = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES;
+    for (int r = warp; r < SHARE_ROWS; r += SHARE_THREADS / LANES) {
+        query_keys keys = {};
+        if (r < task.rows) keys = keys_of_query(task.spans, task.num_spans, task.first + r);
+        if (lane == 0) begins[r] = keys.span.k_start, ends[r] = keys.span.k_start + keys.count;
+    }
+    const int first_tile = SUMS ? (int)blockIdx.x : (int)blockIdx.x * task.part_tiles;
+    const int steps = SUMS ? task.H : min(task.part_tiles, task.tiles - first_tile);
+    auto key_of = [&](int i) { return task.first_key + (int64_t)(SUMS ? first_tile : first_tile + i) * SHARE_ROWS; };
+    auto head_of = [&](int i) { return SUMS ? i : (int)blockIdx.y; };
+    auto load = [&](int i) {
+        const int64_t key = key_of(i);
+        const E *q = task.q + task.first * task.q_stride + head_of(i) * D;
+        const E *k = task.k + key * task.k_stride + head_of(i) / task.heads * D;
+        const uint32_t to = stages + (uint32_t)(i % 2 * 2 * TILE);
+        for (int n = (int)threadIdx.x; n < SHARE_ROWS * CHUNKS; n += SHARE_THREADS) {
+            const int row = n / CHUNKS, chunk = n % CHUNKS;
+            const uint32_t place = mt_tile_chunk<SHARE_ROWS>(row, chunk);
+            mt_copy16_async(to + place, q + row * task.q_stride + chunk * 8, row < task.rows);
+            mt_copy16_async(to + TILE + place, k + row * task.k_stride + chunk * 8, key + row < task.end_key);
+        }
+    };
+
+    const uint32_t down = mt_lane_down(), across = mt_lane_across();
+    const float scale = task.scale * LOG2_E;
+    float sums[1][8][4];
+    softmax<1> state;
+    clear(sums);
+    softmax_begin(state);
+    load(0);
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (i + 1 < steps) load(i + 1);
+        const uint32_t q_tile = stages + (uint32_t)(i % 2 * 2 * TILE), k_tile = q_tile + TILE;
+        float score[1][8][4];
+        clear(score);
+#pragma unroll
+        for (int c = 0; c < D; c += 16) {
+            uint32_t x[4], y[4];
+            mt_ldmatrix(x, mt_tile_block<SHARE_ROWS>(q_tile, down, 16 * warp, c));
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                mt_ldmatrix(y, mt_tile_block<SHARE_ROWS>(k_tile, across, 8 * n, c));
+                mt_mma_of<E>(score[0][n], x, y[0], y[1]);
+                mt_mma_of<E>(score[0][n + 1], x, y[2], y[3]);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = 16 * warp + row_of(0, 2 * h);
+            if constexpr (SUMS) {
+                const float lse = task.lse[min(row, task.rows - 1) * task.H + i] * LOG2_E;
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) sums[0][n][e] += mt_exp2(score[0][n][e] * scale - lse);
+            } else {
+                const int begin = (int)(begins[row] - key_of(i)), end = (int)(ends[row] - key_of(i));
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++)
+                        if (col_of(n, e) < begin || col_of(n, e) >= end) score[0][n][e] = -INFINITY;
+            }
+        }
+        if constexpr (!SUMS) {
+            float shrink[1][2];
+            softmax_step(state, score, shrink, scale);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = 16 * warp + row_of(0, 2 * h);
+        if constexpr (SUMS) {
+            const int64_t key = key_of(0);
+            const int begin = (int)(begins[row] - key), end = (int)(ends[row] - key);
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    const int col = col_of(n, e);
+                    if (row < task.rows && col >= begin && col < end)
+                        task.shares[row * task.width + (col - begin)] = sums[0][n][e];
+                }
+        } else {
+            float total = state.total[0][h];
+            total += __shfl_xor_sync(all_lanes, total, 1);
+            total += __shfl_xor_sync(all_lanes, total, 2);
+            if (lane % 4 == 0 && row < task.rows)
+                task.lse_of_part[(row * task.H + (int)blockIdx.y) * task.parts + (int)blockIdx.x] =
+                    total == 0 ? -INFINITY : state.largest[0][h] * task.scale + logf(total);
+        }
+    }
+}
+
+/* lse of `count` queries and heads, a thread each, from those of their parts. */
+__global__ void join_parts(float *lse, const float *lse_of_part, int count, int parts) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= count) return;
+    float largest = -INFINITY, sum = 0;
+    for (int p = 0; p < parts; p++) largest = mt_maximum(largest, lse_of_part[i * parts + p]);
+    for (int p = 0; p < parts && largest != -INFINITY; p++) sum += expf(lse_of_part[i * parts + p] - largest);
+    lse[i] = largest == -INFINITY ? -INFINITY : largest + logf(sum);
+}
+
+/* False if the sizes are others. */
+template <class E, int D> static bool launch_tile_shares(tile_task<E> task, mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
+    const int bytes = 2 * 2 * SHARE_ROWS * D * 2, fixed = 2 * SHARE_ROWS * 8;
+    if (bytes + fixed > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    task.tiles = (int)mt_divide_up(task.end_key - task.first_key, SHARE_ROWS);
+    task.part_tiles = (int)mt_divide_up(task.tiles, SHARE_PARTS);
+    task.parts = (int)mt_divide_up(task.tiles, task.part_tiles);
+    int64_t count = (int64_t)task.rows * task.H;
+    task.lse = (float *)mt_cuda_workspace(stream, count * (1 + task.parts) * (int64_t)sizeof(float));
+    task.lse_of_part = task.lse + count;
+    mt_cuda_take_shared(tile_shares<E, D, false>, bytes);
+    mt_cuda_take_shared(tile_shares<E, D, true>, bytes);
+    tile_shares<E, D, false><<<dim3((unsigned)task.parts, (unsigned)task.H), SHARE_THREADS, bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+    join_parts<<<(unsigned)mt_divide_up(count, PLAIN), PLAIN, 0, s>>>(task.lse, task.lse_of_part, (int)count,
+                                                                      task.parts);
+    MT_CUDA_LAUNCHED();
+    tile_shares<E, D, true><<<(unsigned)task.tiles, SHARE_THREADS, bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+    return true;
+}
+
+/* Enqueues the shares over all keys; false, and nothing is enqueued, for operands that tiles do not take. */
+template <class E> static bool shares_of_tiles(const mt_sparse_attention *a, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    const int64_t D = call->head_size, block_end = a->block + a->block_rows;
+    bool wide = rows_are_wide<E>(call->q, call->q_stride, D) && rows_are_wide<E>(call->k, call->k_stride, D);
+    if (!a->all_keys || !wide || call->pages.table || a->block_rows > SHARE_ROWS) return false;
+    if (D != 64 && D != 128 && D != 192) return false;
+    tile_task<E> task = {};
+    task.first_key = INT64_MAX;
+    for (int64_t n = 0; n < call->spans.count; n++) {
+        const mt_span *span = &call->spans.host[n];
+        int64_t last = span->q_start + span->q_len < block_end ? span->q_start + span->q_len : block_end;
+        if (last <= a->block || span->q_start >= block_end) continue;
+        int64_t begin, end; // keys that its last query of the block sees
+        mt_span_keys(span, 0, last - 1 - span->q_start, &begin, &end);
+        if (end <= 0) continue;
+        if (span->k_start < task.first_key) task.first_key = span->k_start;
+        if (span->k_start + end > task.end_key) task.end_key = span->k_start + end;
+    }
+    MT_CUDA(cudaMemsetAsync(a->shares, 0, (size_t)(a->block_rows * a->width) * sizeof(float), mt_cuda_stream(stream)));
+    if (task.first_key >= task.end_key) return true;
+    task.q = (const E *)call->q, task.k = (const E *)call->k;
+    task.spans = call->spans.device, task.num_spans = call->spans.count;
+    task.q_stride = call->q_stride, task.k_stride = call->k_stride;
+    task.first = a->block, task.width = a->width, task.rows = (int)a->block_rows;
+    task.H = (int)call->num_heads, task.heads = (int)(call->num_heads / call->num_groups);
+    task.scale = call->scale, task.shares = a->shares;
+    if (D == 64) return launch_tile_shares<E, 64>(task, stream);
+    return D == 128 ? launch_tile_shares<E, 128>(task, stream) : launch_tile_shares<E, 192>(task, stream);
+}
+
 extern "C" void mt_cuda_sparse_attention_shares(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->block_rows > 0) MT_CUDA_DISPATCH(dtype, shares, a, stream);
+    if (a->block_rows == 0) return;
+    if (dtype == MT_BF16 && shares_in_tiles && shares_of_tiles<bf16>(a, stream)) return;
+    if (dtype == MT_F16 && shares_in_tiles && shares_of_tiles<__half>(a, stream)) return;
+    MT_CUDA_DISPATCH(dtype, shares, a, stream);
 }
