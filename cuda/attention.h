@@ -30,8 +30,8 @@ extern const mt_attention_rung mt_attention_unordered;
 
 /* For measurements: with false, sparse attention and its indexer multiply by mma.sync on a Hopper GPU too. */
 void mt_cuda_select_on_hopper(bool on);
-/* Likewise: the target of the indexer's loss over all keys is computed by a thread for each key. */
-void mt_cuda_shares_on_tensor_cores(bool on);
+/* Likewise: the indexer's loss over all keys, its target and its gradients, takes the kernels of lists. */
+void mt_cuda_loss_on_tensor_cores(bool on);
 
 #ifdef __cplusplus
 }

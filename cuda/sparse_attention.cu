@@ -223,14 +223,14 @@ template <class E, int HEADS> static void launch_mma_scores(const indexer_task<E
     MT_CUDA_LAUNCHED();
 }
 
-static bool on_hopper = true, shares_in_tiles = true;
+static bool on_hopper = true, loss_in_tiles = true;
 
 extern "C" void mt_cuda_select_on_hopper(bool on) {
     on_hopper = on;
 }
 
-extern "C" void mt_cuda_shares_on_tensor_cores(bool on) {
-    shares_in_tiles = on;
+extern "C" void mt_cuda_loss_on_tensor_cores(bool on) {
+    loss_in_tiles = on;
 }
 
 /* The rows of keys that the spans cover. */
@@ -522,6 +522,57 @@ extern "C" void mt_cuda_indexer_forward(const mt_indexer_args *a, mt_dtype dtype
     if (a->rows > 0) MT_CUDA_DISPATCH(dtype, indexer_forward, a, stream);
 }
 
+/* ---- tiles of 64 rows, for 4 warps ---------------------------------------------------------------------------------
+ */
+
+enum { TILE_THREADS = 128, TILE_ROWS = 64 };
+static_assert((int)TILE_ROWS == (int)MT_CUDA_LOSS_ROWS, "a tile has the queries of a block of the loss");
+
+/* Starts the copy of `count` rows, up to TILE_ROWS, to a tile; the others become zeros. */
+template <int D, class E>
+__device__ __forceinline__ void load_rows(uint32_t tile, const E *from, int64_t stride, int64_t count) {
+    for (int n = (int)threadIdx.x; n < TILE_ROWS * (D / 8); n += TILE_THREADS) {
+        const int row = n / (D / 8), chunk = n % (D / 8);
+        mt_copy16_async(tile + mt_tile_chunk<TILE_ROWS>(row, chunk), from + row * stride + chunk * 8, row < count);
+    }
+}
+
+/* c[16, 64] = the warp's rows of tile a times all rows of tile b. */
+template <class E, int D>
+__device__ __forceinline__ void multiply_tiles(float (&c)[1][TILE_ROWS / 8][4], uint32_t a, uint32_t b) {
+    const uint32_t down = mt_lane_down(), across = mt_lane_across();
+    clear(c);
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t x[4], y[4];
+        mt_ldmatrix(x, mt_tile_block<TILE_ROWS>(a, down, (int)threadIdx.x / LANES * 16, k));
+#pragma unroll
+        for (int n = 0; n < TILE_ROWS; n += 16) {
+            mt_ldmatrix(y, mt_tile_block<TILE_ROWS>(b, across, n, k));
+            mt_mma_of<E>(c[0][n / 8], x, y[0], y[1]);
+            mt_mma_of<E>(c[0][n / 8 + 1], x, y[2], y[3]);
+        }
+    }
+}
+
+/* c[16, D] += p[16, 64] times the rows of a tile, after p is rounded to E. */
+template <class E, int D>
+__device__ __forceinline__ void add_weighted_rows(float (&c)[1][D / 8][4], const float (&p)[1][TILE_ROWS / 8][4],
+                                                  uint32_t tile) {
+    const uint32_t down = mt_lane_down();
+    uint32_t pairs[1][TILE_ROWS / 16][4];
+    pack_weights<E>(pairs, p);
+#pragma unroll
+    for (int k = 0; k < TILE_ROWS; k += 16)
+#pragma unroll
+        for (int n = 0; n < D; n += 16) {
+            uint32_t y[4];
+            mt_ldmatrix_transposed(y, mt_tile_block<TILE_ROWS>(tile, down, k, n));
+            mt_mma_of<E>(c[0][n / 8], pairs[0][k / 16], y[0], y[1]);
+            mt_mma_of<E>(c[0][n / 8 + 1], pairs[0][k / 16], y[2], y[3]);
+        }
+}
+
 /* ---- the loss ---------------------------------------------------------------------------------------------------- */
 
 /* The loss of a query and whether it counts. */
@@ -667,6 +718,172 @@ __global__ void __launch_bounds__(PLAIN)
         for (int c = (int)threadIdx.x; c < D; c += PLAIN) dk[key * D + c] += sums[c];
 }
 
+/* ---- the gradients over all keys, on tensor cores -----------------------------------------------------------------
+ */
+
+/* With scores s of a head and slope the gradient of their weighted sum, g = scale w slope where s > 0, else 0; then dq
+ * = g k, dk = g^T q, and dw = scale sum(slope max(s, 0)). g is rounded to bf16: fp16 has no room for slopes. A stage is
+ * a tile with 64 numbers behind it. */
+template <int D> struct loss_size {
+    static constexpr int TILE = TILE_ROWS * D * 2, STAGE = TILE + TILE_ROWS * 4, BYTES = TILE + 2 * STAGE;
+};
+
+/* dq and dweights of a query: a block, whose warps have 16 heads each. */
+template <class E, int D>
+__global__ void __launch_bounds__(TILE_THREADS)
+    tile_loss_of_queries(const indexer_task<E> task, const float *slopes, int64_t width, E *dq, E *dweights) {
+    using size = loss_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + size::TILE;
+    const int first_head = (int)threadIdx.x / LANES * 16, lane = (int)threadIdx.x % LANES;
+    const int64_t t = task.query(blockIdx.x), row = t - task.first_row;
+    const query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    const E *k = task.k + keys.span.k_start * D;
+    const int count = (int)keys.count;
+    slopes += (int64_t)blockIdx.x * width;
+    auto load = [&](int j) { // keys from j on
+        const uint32_t to = stages + (uint32_t)(j / TILE_ROWS % 2) * size::STAGE;
+        load_rows<D>(to, k + (int64_t)j * D, D, count - j);
+        if (threadIdx.x < TILE_ROWS)
+            mt_copy4_async(to + size::TILE + threadIdx.x * 4, slopes + j + threadIdx.x, j + (int)threadIdx.x < count);
+    };
+    float weights[2], dweight[2] = {0, 0}, sums[1][D / 8][4], score[1][TILE_ROWS / 8][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = first_head + row_of(0, 2 * h);
+        weights[h] = head < task.H ? task.scale * mt_to_float(task.weights[row * task.H + head]) : 0;
+    }
+    clear(sums);
+    load_rows<D>(q_tile, task.q + row * task.H * D, D, task.H);
+    if (count > 0) load(0);
+#pragma unroll 1
+    for (int j = 0; j < count; j += TILE_ROWS) {
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (j + TILE_ROWS < count) load(j + TILE_ROWS);
+        const int stage = size::TILE + j / TILE_ROWS % 2 * size::STAGE;
+        const float *slope = (const float *)(memory + stage + size::TILE);
+        multiply_tiles<E, D>(score, q_tile, q_tile + stage);
+#pragma unroll
+        for (int n = 0; n < TILE_ROWS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float of_key = slope[col_of(n, e)], s = score[0][n][e];
+                if (!(s <= 0)) dweight[e / 2] += task.scale * of_key * s;
+                score[0][n][e] = s <= 0 ? 0 : weights[e / 2] * of_key;
+            }
+        add_weighted_rows<E, D>(sums, score, q_tile + stage);
+    }
+    mt_copies_wait();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = first_head + row_of(0, 2 * h);
+        dweight[h] += __shfl_xor_sync(all_lanes, dweight[h], 1);
+        dweight[h] += __shfl_xor_sync(all_lanes, dweight[h], 2);
+        if (head >= task.H) continue;
+        if (lane % 4 == 0) dweights[row * task.H + head] = mt_from_float<E>(dweight[h]);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(uint32_t *)(dq + (row * task.H + head) * D + col_of(n, 0)) =
+                mt_pair_from_float(E(), sums[0][n][2 * h], sums[0][n][2 * h + 1]);
+    }
+}
+
+/* dk of a tile of keys += that of the queries of a block of the loss: a block, whose warps have 16 keys each. */
+template <class E, int D>
+__global__ void __launch_bounds__(TILE_THREADS)
+    tile_loss_of_keys(const indexer_task<E> task, const float *slopes, int64_t width, float *dk, int64_t key_rows) {
+    using size = loss_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ int64_t begins[TILE_ROWS], ends[TILE_ROWS]; // the rows of keys that a query sees
+    const uint32_t k_tile = mt_shared_address(memory);
+    const int warp = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES, rows = (int)task.rows;
+    const int64_t key = (int64_t)blockIdx.x * TILE_ROWS;
+    for (int r = warp; r < rows; r += TILE_THREADS / LANES) {
+        query_keys keys = keys_of_query(task.spans, task.num_spans, task.query(r));
+        if (lane == 0) begins[r] = keys.span.k_start, ends[r] = keys.span.k_start + keys.count;
+    }
+    __syncthreads();
+    auto next = [&](int r) { // the next query that sees a key of the tile
+        while (r < rows && (begins[r] >= key + TILE_ROWS || ends[r] <= key)) r++;
+        return r;
+    };
+    auto load = [&](int r, int n) {
+        const int64_t row = task.query(r) - task.first_row;
+        const int stage = size::TILE + n % 2 * size::STAGE, h = (int)threadIdx.x;
+        load_rows<D>(k_tile + stage, task.q + row * task.H * D, D, task.H);
+        if (h < TILE_ROWS)
+            ((float *)(memory + stage + size::TILE))[h] =
+                h < task.H ? task.scale * mt_to_float(task.weights[row * task.H + h]) : 0;
+    };
+    int r = next(0);
+    if (r >= rows) return;
+    float sums[1][D / 8][4], score[1][TILE_ROWS / 8][4];
+    clear(sums);
+    load_rows<D>(k_tile, task.k + key * D, D, key_rows - key);
+    load(r, 0);
+#pragma unroll 1
+    for (int n = 0; r < rows; n++) {
+        const int after = next(r + 1), stage = size::TILE + n % 2 * size::STAGE;
+        const float *weights = (const float *)(memory + stage + size::TILE);
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (after < rows) load(after, n + 1);
+        multiply_tiles<E, D>(score, k_tile, k_tile + stage);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int64_t at = key + 16 * warp + row_of(0, 2 * h);
+            const float slope = at >= begins[r] && at < ends[r] ? slopes[r * width + (at - begins[r])] : 0;
+#pragma unroll
+            for (int m = 0; m < TILE_ROWS / 8; m++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    score[0][m][e] = score[0][m][e] <= 0 ? 0 : weights[col_of(m, e)] * slope;
+        }
+        add_weighted_rows<E, D>(sums, score, k_tile + stage);
+        r = after;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int64_t at = key + 16 * warp + row_of(0, 2 * h);
+        if (at >= key_rows) continue;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+            float2 *to = (float2 *)(dk + at * D + col_of(n, 0)), sum = *to;
+            sum.x += sums[0][n][2 * h], sum.y += sums[0][n][2 * h + 1];
+            *to = sum;
+        }
+    }
+}
+
+template <class E, int D>
+static void launch_tile_loss(const indexer_task<E> &task, const float *slopes, const mt_indexer_args *a,
+                             int64_t key_rows, cudaStream_t stream) {
+    const int bytes = loss_size<D>::BYTES;
+    mt_cuda_take_shared(tile_loss_of_queries<E, D>, bytes);
+    mt_cuda_take_shared(tile_loss_of_keys<E, D>, bytes);
+    tile_loss_of_queries<E, D>
+        <<<(unsigned)task.rows, TILE_THREADS, bytes, stream>>>(task, slopes, a->width, (E *)a->dq, (E *)a->dweights);
+    MT_CUDA_LAUNCHED();
+    tile_loss_of_keys<E, D><<<(unsigned)mt_divide_up(key_rows, TILE_ROWS), TILE_THREADS, bytes, stream>>>(
+        task, slopes, a->width, a->dk, key_rows);
+    MT_CUDA_LAUNCHED();
+}
+
+/* False, and nothing is enqueued, for operands that tiles do not take. */
+template <class E>
+static bool tile_loss(const indexer_task<E> &task, const float *slopes, const mt_indexer_args *a, int64_t key_rows,
+                      cudaStream_t stream) {
+    if constexpr (std::is_same_v<E, bf16>) {
+        bool serves = loss_in_tiles && a->all_keys && task.wide && task.H <= TILE_ROWS && !task.pages.table;
+        if (serves && (uintptr_t)a->dq % 4 == 0 && task.D == 64)
+            return launch_tile_loss<E, 64>(task, slopes, a, key_rows, stream), true;
+        if (serves && (uintptr_t)a->dq % 4 == 0 && task.D == 128)
+            return launch_tile_loss<E, 128>(task, slopes, a, key_rows, stream), true;
+    }
+    return false;
+}
+
 template <class E> static void indexer_backward(const mt_indexer_args *a, mt_stream *stream) {
     cudaStream_t s = mt_cuda_stream(stream);
     int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows;
@@ -690,6 +907,7 @@ template <class E> static void indexer_backward(const mt_indexer_args *a, mt_str
     MT_CUDA_LAUNCHED();
     add_losses<<<1, 1, 0, s>>>(a->sums, losses, task.rows);
     MT_CUDA_LAUNCHED();
+    if (tile_loss(task, slopes, a, key_rows, s)) return;
     int64_t bytes = 2 * a->D * (int64_t)sizeof(float);
     mt_cuda_take_shared(loss_of_queries<E>, bytes);
     mt_cuda_take_shared(loss_of_keys<E>, bytes);
@@ -855,7 +1073,7 @@ template <class E> static void shares(const mt_sparse_attention *a, mt_stream *s
 /* The probabilities of a block of queries and all their keys take two passes over tiles of 64 keys: the first has the
  * logs of the sums of exponentials, a block of threads for each head and some tiles; in the second a block has a tile
  * and adds up the heads. Each tile of keys is read once a pass. */
-enum { SHARE_THREADS = 128, SHARE_ROWS = MT_CUDA_LOSS_ROWS, SHARE_PARTS = 32 };
+enum { SHARE_PARTS = 32 };
 
 template <class E> struct tile_task {
     const E *q, *k;
@@ -871,35 +1089,30 @@ template <class E> struct tile_task {
 };
 
 template <class E, int D, bool SUMS>
-__global__ void __launch_bounds__(SHARE_THREADS, 2) tile_shares(const tile_task<E> task) {
-    constexpr int TILE = SHARE_ROWS * D * 2, CHUNKS = D / 8;
+__global__ void __launch_bounds__(TILE_THREADS, 2) tile_shares(const tile_task<E> task) {
+    constexpr int TILE = TILE_ROWS * D * 2;
     extern __shared__ __align__(1024) char memory[];
-    __shared__ int64_t begins[SHARE_ROWS], ends[SHARE_ROWS]; // the rows of keys that a query sees
+    __shared__ int64_t begins[TILE_ROWS], ends[TILE_ROWS]; // the rows of keys that a query sees
     const uint32_t stages = mt_shared_address(memory);
     const int warp = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES;
-    for (int r = warp; r < SHARE_ROWS; r += SHARE_THREADS / LANES) {
+    for (int r = warp; r < TILE_ROWS; r += TILE_THREADS / LANES) {
         query_keys keys = {};
         if (r < task.rows) keys = keys_of_query(task.spans, task.num_spans, task.first + r);
         if (lane == 0) begins[r] = keys.span.k_start, ends[r] = keys.span.k_start + keys.count;
     }
     const int first_tile = SUMS ? (int)blockIdx.x : (int)blockIdx.x * task.part_tiles;
     const int steps = SUMS ? task.H : min(task.part_tiles, task.tiles - first_tile);
-    auto key_of = [&](int i) { return task.first_key + (int64_t)(SUMS ? first_tile : first_tile + i) * SHARE_ROWS; };
+    auto key_of = [&](int i) { return task.first_key + (int64_t)(SUMS ? first_tile : first_tile + i) * TILE_ROWS; };
     auto head_of = [&](int i) { return SUMS ? i : (int)blockIdx.y; };
     auto load = [&](int i) {
         const int64_t key = key_of(i);
         const E *q = task.q + task.first * task.q_stride + head_of(i) * D;
         const E *k = task.k + key * task.k_stride + head_of(i) / task.heads * D;
         const uint32_t to = stages + (uint32_t)(i % 2 * 2 * TILE);
-        for (int n = (int)threadIdx.x; n < SHARE_ROWS * CHUNKS; n += SHARE_THREADS) {
-            const int row = n / CHUNKS, chunk = n % CHUNKS;
-            const uint32_t place = mt_tile_chunk<SHARE_ROWS>(row, chunk);
-            mt_copy16_async(to + place, q + row * task.q_stride + chunk * 8, row < task.rows);
-            mt_copy16_async(to + TILE + place, k + row * task.k_stride + chunk * 8, key + row < task.end_key);
-        }
+        load_rows<D>(to, q, task.q_stride, task.rows);
+        load_rows<D>(to + TILE, k, task.k_stride, task.end_key - key);
     };
 
-    const uint32_t down = mt_lane_down(), across = mt_lane_across();
     const float scale = task.scale * LOG2_E;
     float sums[1][8][4];
     softmax<1> state;
@@ -913,18 +1126,7 @@ __global__ void __launch_bounds__(SHARE_THREADS, 2) tile_shares(const tile_task<
         if (i + 1 < steps) load(i + 1);
         const uint32_t q_tile = stages + (uint32_t)(i % 2 * 2 * TILE), k_tile = q_tile + TILE;
         float score[1][8][4];
-        clear(score);
-#pragma unroll
-        for (int c = 0; c < D; c += 16) {
-            uint32_t x[4], y[4];
-            mt_ldmatrix(x, mt_tile_block<SHARE_ROWS>(q_tile, down, 16 * warp, c));
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                mt_ldmatrix(y, mt_tile_block<SHARE_ROWS>(k_tile, across, 8 * n, c));
-                mt_mma_of<E>(score[0][n], x, y[0], y[1]);
-                mt_mma_of<E>(score[0][n + 1], x, y[2], y[3]);
-            }
-        }
+        multiply_tiles<E, D>(score, q_tile, k_tile);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = 16 * warp + row_of(0, 2 * h);
@@ -986,9 +1188,9 @@ __global__ void join_parts(float *lse, const float *lse_of_part, int count, int 
 /* False if the sizes are others. */
 template <class E, int D> static bool launch_tile_shares(tile_task<E> task, mt_stream *stream) {
     cudaStream_t s = mt_cuda_stream(stream);
-    const int bytes = 2 * 2 * SHARE_ROWS * D * 2, fixed = 2 * SHARE_ROWS * 8;
+    const int bytes = 2 * 2 * TILE_ROWS * D * 2, fixed = 2 * TILE_ROWS * 8;
     if (bytes + fixed > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    task.tiles = (int)mt_divide_up(task.end_key - task.first_key, SHARE_ROWS);
+    task.tiles = (int)mt_divide_up(task.end_key - task.first_key, TILE_ROWS);
     task.part_tiles = (int)mt_divide_up(task.tiles, SHARE_PARTS);
     task.parts = (int)mt_divide_up(task.tiles, task.part_tiles);
     int64_t count = (int64_t)task.rows * task.H;
@@ -996,12 +1198,12 @@ template <class E, int D> static bool launch_tile_shares(tile_task<E> task, mt_s
     task.lse_of_part = task.lse + count;
     mt_cuda_take_shared(tile_shares<E, D, false>, bytes);
     mt_cuda_take_shared(tile_shares<E, D, true>, bytes);
-    tile_shares<E, D, false><<<dim3((unsigned)task.parts, (unsigned)task.H), SHARE_THREADS, bytes, s>>>(task);
+    tile_shares<E, D, false><<<dim3((unsigned)task.parts, (unsigned)task.H), TILE_THREADS, bytes, s>>>(task);
     MT_CUDA_LAUNCHED();
     join_parts<<<(unsigned)mt_divide_up(count, PLAIN), PLAIN, 0, s>>>(task.lse, task.lse_of_part, (int)count,
                                                                       task.parts);
     MT_CUDA_LAUNCHED();
-    tile_shares<E, D, true><<<(unsigned)task.tiles, SHARE_THREADS, bytes, s>>>(task);
+    tile_shares<E, D, true><<<(unsigned)task.tiles, TILE_THREADS, bytes, s>>>(task);
     MT_CUDA_LAUNCHED();
     return true;
 }
@@ -1011,7 +1213,7 @@ template <class E> static bool shares_of_tiles(const mt_sparse_attention *a, mt_
     const mt_attention *call = &a->attention;
     const int64_t D = call->head_size, block_end = a->block + a->block_rows;
     bool wide = rows_are_wide<E>(call->q, call->q_stride, D) && rows_are_wide<E>(call->k, call->k_stride, D);
-    if (!a->all_keys || !wide || call->pages.table || a->block_rows > SHARE_ROWS) return false;
+    if (!a->all_keys || !wide || call->pages.table || a->block_rows > TILE_ROWS) return false;
     if (D != 64 && D != 128 && D != 192) return false;
     tile_task<E> task = {};
     task.first_key = INT64_MAX;
@@ -1039,7 +1241,7 @@ template <class E> static bool shares_of_tiles(const mt_sparse_attention *a, mt_
 
 extern "C" void mt_cuda_sparse_attention_shares(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     if (a->block_rows == 0) return;
-    if (dtype == MT_BF16 && shares_in_tiles && shares_of_tiles<bf16>(a, stream)) return;
-    if (dtype == MT_F16 && shares_in_tiles && shares_of_tiles<__half>(a, stream)) return;
+    if (dtype == MT_BF16 && loss_in_tiles && shares_of_tiles<bf16>(a, stream)) return;
+    if (dtype == MT_F16 && loss_in_tiles && shares_of_tiles<__half>(a, stream)) return;
     MT_CUDA_DISPATCH(dtype, shares, a, stream);
 }
