@@ -2528,6 +2528,7 @@ MT_PLAIN_OPERATIONS(MT_TIMED_TYPE)
 typedef struct mt_limits {
     bool one_attention;       // a single implementation of attention
     int64_t head_channels;    // channels of a head, of q and k or of v
+    int64_t bias_buckets;     // buckets of distances, each with a bias of attention's scores
     int64_t router_topk;      // experts of a token
     int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss

@@ -8,6 +8,8 @@
 #include "mma.cuh"
 #include "vector.cuh"
 
+#include <climits>
+
 typedef __nv_bfloat16 bf16;
 
 /* The rungs above the definition, fields of mt_attention_rungs. */
@@ -87,6 +89,46 @@ __device__ __forceinline__ range keys_of(const band &b, int i, int queries) {
 __device__ __forceinline__ range queries_of(const band &b, int j, int keys) {
     int last = min(j + keys, b.k_len) - 1;
     return {max(0, j - b.ahead), min(b.q_len, last + b.behind + 1)};
+}
+
+/* ---- biases by distance ------------------------------------------------------------------------------------------ */
+
+/* The buckets of mt_relative_bucket as limits between them, which the host computes: on the device a logarithm may be
+ * rounded to another bucket. A distance below `exact` has a bucket of its own; begin[i] is the first one in bucket
+ * exact + 1 + i of `count`. If bidirectional, those of later keys follow. */
+enum { BUCKETS = MT_CUDA_BIAS_BUCKETS, LIMITS = 32 };
+struct distance_buckets {
+    int begin[LIMITS]; // INT_MAX: no further bucket
+    int exact, count, total;
+    bool bidirectional;
+};
+static_assert(BUCKETS - 1 - BUCKETS / 2 <= LIMITS, "a lane has a limit");
+
+/* The bucket of a distance that all lanes of the warp have in common. */
+__device__ __forceinline__ int bucket_of_warp(const distance_buckets &b, int distance) {
+    int from = b.bidirectional ? abs(distance) : max(-distance, 0);
+    int passed = __popc(__ballot_sync(0xffffffff, from >= b.begin[threadIdx.x % 32]));
+    return (from < b.exact ? from : b.exact + passed) + (b.bidirectional && distance > 0 ? b.count : 0);
+}
+
+static inline distance_buckets buckets_of(const mt_attention *a) {
+    const mt_relative_bias *bias = &a->bias;
+    distance_buckets b = {.total = (int)bias->buckets, .bidirectional = bias->bidirectional};
+    b.count = bias->bidirectional ? b.total / 2 : b.total, b.exact = b.count / 2;
+    for (int i = 0; i < LIMITS; i++) {
+        int64_t low = b.exact, high = bias->max_distance; // (low, high] has the first distance of the bucket
+        b.begin[i] = INT_MAX;
+        if (b.exact + 1 + i >= b.count) continue;
+        while (high - low > 1) {
+            int64_t middle = low + (high - low) / 2;
+            if (mt_relative_bucket(bias, -middle) > b.exact + i)
+                high = middle;
+            else
+                low = middle;
+        }
+        b.begin[i] = (int)(high < INT_MAX ? high : INT_MAX);
+    }
+    return b;
 }
 
 /* ---- keys in pages ----------------------------------------------------------------------------------------------- */
@@ -463,7 +505,7 @@ static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
     int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return dtype != MT_F32 && a->scale > 0;
+    return dtype != MT_F32 && a->scale > 0 && !a->bias.w;
 }
 
 #endif

@@ -5,7 +5,7 @@
 
 #include "../megatron.h"
 
-/* attention.cu keeps a head in the registers of a warp;
+/* attention.cu keeps a head in the registers of a warp, and the gradients of biases by distance;
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
@@ -19,6 +19,7 @@ enum {
     MT_CUDNN_LATENT_CHANNELS = 192,
     MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
+    MT_CUDA_BIAS_BUCKETS = 64,
     MT_CUDA_ROUTER_TOPK = 32,
     MT_CUDA_EXPERTS = 48 * 1024 / 4,
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
@@ -49,6 +50,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     int64_t sorted = shared / 12 / 32 * 32 - 32; // counting_sort.cuh has three numbers of each expert for one warp
     limits->one_attention = false;
     limits->head_channels = MT_CUDA_HEAD_CHANNELS;
+    limits->bias_buckets = MT_CUDA_BIAS_BUCKETS;
     limits->router_topk = MT_CUDA_ROUTER_TOPK;
     limits->experts = sorted < MT_CUDA_EXPERTS ? sorted : MT_CUDA_EXPERTS;
     limits->aux_loss_experts = MT_CUDA_AUX_LOSS_EXPERTS;

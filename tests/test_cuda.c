@@ -744,8 +744,8 @@ static void grouped_bias_backward(run *r, const int64_t *n) {
     r->ops->grouped_bias_backward(dbias, dy, expert_offsets(r, n[0], n[2]), n[0], n[1], n[2], r->dtype, r->stream);
 }
 
-static void scale_rows_forward(run *r, const int64_t *n) { // M, C
-    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+static void scale_rows_forward(run *r, const int64_t *n) { // M, C, in place
+    void *y = n[2] ? changed(r, n[0] * n[1]) : output(r, n[0] * n[1]), *x = n[2] ? y : input(r, n[0] * n[1]);
     r->ops->scale_rows_forward(&(mt_scale_rows_args){n[0], n[1], float_input(r, n[0], NORMAL), .x = x, .y = y},
                                r->dtype, r->stream);
 }
@@ -909,7 +909,7 @@ static void convert(run *r, const int64_t *n) { // elements, elements before the
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS, CONTINUED, PIECES } span_kind;
+typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS, CONTINUED, PIECES, WINDOWS } span_kind;
 
 /* Fills spans for about T queries; returns their number and the rows of q and of k. */
 static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *queries, int64_t *keys) {
@@ -920,6 +920,11 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
         for (int64_t start = 0, length = 1; start < T - 2; start += length, length *= 3) {
             if (length > T - 2 - start) length = T - 2 - start;
             spans[count++] = (mt_span){start, length, start, length, true};
+        }
+    if (kind == WINDOWS) // of images: of 1, 8, 27, ... patches, which see one another
+        for (int64_t start = 0, side = 1, length = 1; start < T; start += length, side++) {
+            length = side * side * side < T - start ? side * side * side : T - start;
+            spans[count++] = (mt_span){start, length, start, length, false};
         }
     if (kind == DECODE) { // T sequences of one new token, keys in caches of 40 rows each
         *keys = 40 * T;
@@ -950,6 +955,8 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
     return count;
 }
 
+static bool has_biases; // by distance: see attention_forward_biased
+
 /* Sizes: T, heads, groups, D, Dv, window, spans, dropout in percent. */
 typedef struct attention_case {
     mt_span spans[64];
@@ -973,7 +980,7 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
                              .k_stride = fused ? width : G * D,
                              .v_stride = fused ? width : G * Dv,
                              .out_stride = H * Dv,
-                             .window = n[5],
+                             .window = has_biases ? 0 : n[5],
                              .spans = {a->spans, spans, count},
                              .scale = 1 / sqrtf((float)D),
                              .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
@@ -985,6 +992,10 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
     a->call.q = input(r, fused ? a->queries * width : a->queries * H * D);
     a->call.k = fused ? (const char *)a->call.q + H * D * size : input(r, a->keys * G * D);
     a->call.v = fused ? (const char *)a->call.q + (H + G) * D * size : input(r, a->keys * G * Dv);
+    if (!has_biases) return;
+    int64_t buckets = llabs(n[5]), most = buckets < 16 ? 20 : buckets > 32 ? 1000 : 128;
+    a->call.bias = (mt_relative_bias){
+        .w = input(r, buckets * H), .buckets = buckets, .max_distance = most, .bidirectional = n[5] > 0};
 }
 
 static void attention_forward(run *r, const int64_t *n) {
@@ -1008,8 +1019,21 @@ static void attention_backward(run *r, const int64_t *n) {
     char *dq = c->dq = output(r, a.queries * c->q_stride);
     c->dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * c->k_stride);
     c->dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * c->v_stride);
+    if (has_biases) c->bias.dw = float_changed(r, c->bias.buckets * n[1], NORMAL);
     r->ops->attention_forward(c, r->dtype, r->stream);
     r->ops->attention_backward(c, r->dtype, r->stream);
+}
+
+/* n[5]: buckets of distances; less than 0: those of a decoder, where later keys have none of their own. */
+static void attention_forward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_forward(r, n);
+    has_biases = false;
+}
+static void attention_backward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_backward(r, n);
+    has_biases = false;
 }
 
 /* ---- sparse attention */
@@ -1572,6 +1596,8 @@ static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION
                                                        ROWS_OF(MT_ACTIVATION_GELU_TANH, 1),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 1),
+                                                       ROWS_OF(MT_ACTIVATION_RELU, 0),
+                                                       {33, 64, MT_ACTIVATION_RELU, 1, 0, 0},
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
                                                        ROWS_OF(MT_ACTIVATION_QUICK_GEGLU, 0),
@@ -1616,16 +1642,30 @@ static const int64_t guard_shapes[][MAX_SIZES] = {
     {1, 4, 0, 0}, {9, 4, 1, 0}, {9, 4, 1000000, 0}, {3, 4, 1, 0}, {5, 4, 1000000, 1}, {5, 4, 1000000, 0, 1}, {0}};
 static const int64_t scale_shapes[][MAX_SIZES] = {{50, 1}, {1000, 1}, {-1, 1}, {50, 65536}, {50, 2, 1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 8, 8, 0, ONE, 0},           {7, 1, 1, 16, 16, 0, ONE, 0},
-    {100, 4, 2, 64, 64, 0, ONE, 0},       {129, 4, 1, 128, 128, 0, ONE, 0},
-    {65, 2, 2, 256, 256, 0, ONE, 0},      {200, 6, 2, 40, 40, 0, PACKED, 0},
-    {130, 2, 2, 96, 96, 0, FULL, 0},      {333, 3, 3, 64, 64, 50, ONE, 0},
-    {150, 2, 1, 128, 128, 17, PACKED, 0}, {20, 8, 2, 128, 128, 0, DECODE, 0},
-    {33, 4, 4, 8, 8, 5, DECODE, 0},       {140, 4, 2, 64, 64, 0, SHARED_KEYS, 0},
-    {77, 2, 2, 32, 32, 0, FEW_KEYS, 0},   {90, 2, 1, 24, 16, 0, ONE, 0},
-    {50, 2, 2, 192, 128, 0, FULL, 0},     {70, 4, 2, 64, 64, 0, PACKED, 30},
-    {40, 2, 1, 128, 128, 9, ONE, 50},     {300, 4, 2, 64, 64, 0, ONE, 10},
-    {180, 2, 2, 192, 128, 0, ONE, 10},    {0}};
+    {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},       {100, 4, 2, 64, 64, 0, ONE, 0},
+    {129, 4, 1, 128, 128, 0, ONE, 0},   {65, 2, 2, 256, 256, 0, ONE, 0},    {200, 6, 2, 40, 40, 0, PACKED, 0},
+    {130, 2, 2, 96, 96, 0, FULL, 0},    {333, 3, 3, 64, 64, 50, ONE, 0},    {150, 2, 1, 128, 128, 17, PACKED, 0},
+    {20, 8, 2, 128, 128, 0, DECODE, 0}, {33, 4, 4, 8, 8, 5, DECODE, 0},     {140, 4, 2, 64, 64, 0, SHARED_KEYS, 0},
+    {77, 2, 2, 32, 32, 0, FEW_KEYS, 0}, {90, 2, 1, 24, 16, 0, ONE, 0},      {50, 2, 2, 192, 128, 0, FULL, 0},
+    {70, 4, 2, 64, 64, 0, PACKED, 30},  {40, 2, 1, 128, 128, 9, ONE, 50},   {300, 4, 2, 64, 64, 0, ONE, 10},
+    {180, 2, 2, 192, 128, 0, ONE, 10},  {300, 3, 3, 80, 80, 0, WINDOWS, 0}, {200, 2, 2, 72, 72, 0, WINDOWS, 0},
+    {100, 2, 2, 12, 12, 0, WINDOWS, 0}, {700, 4, 4, 64, 64, 0, WINDOWS, 0}, {0}};
+static const int64_t bias_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 32, FULL, 0},
+                                                 {7, 2, 2, 16, 16, 32, FULL, 0},
+                                                 {300, 4, 4, 64, 64, 32, FULL, 0},
+                                                 {300, 3, 3, 64, 64, -32, ONE, 0},
+                                                 {129, 6, 2, 128, 128, 64, FULL, 0},
+                                                 {200, 2, 1, 32, 16, -64, ONE, 0},
+                                                 {500, 2, 2, 64, 64, 64, FULL, 0},
+                                                 {400, 4, 2, 64, 64, -32, PACKED, 0},
+                                                 {60, 4, 4, 64, 64, -32, DECODE, 0},
+                                                 {77, 2, 2, 40, 40, -8, FEW_KEYS, 0},
+                                                 {140, 4, 2, 64, 64, -32, SHARED_KEYS, 0},
+                                                 {100, 2, 2, 24, 24, 4, FULL, 0},
+                                                 {333, 4, 4, 64, 64, 32, FULL, 10},
+                                                 {150, 2, 2, 64, 64, -2, ONE, 20},
+                                                 {90, 4, 2, 64, 64, -32, CONTINUED, 0},
+                                                 {0}};
 
 static const int64_t indexer_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},
                                                     {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
@@ -1746,11 +1786,19 @@ static const int64_t plan_shapes[][MAX_SIZES] = {{1, 1, 1, 0, 1, 1, 1, 0},
 /* sources, experts here, most rows */
 static const int64_t order_shapes[][MAX_SIZES] = {{1, 1, 3},   {1, 8, 100}, {8, 1, 100}, {4, 32, 700},
                                                   {64, 40, 9}, {2, 3, 0},   {0}};
-static const int64_t combine_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 0},     {1000, 1, 1, 0}, {7, 2, 24, 1},   {100, 8, 2048, 0}, {65, 9, 33, 2},
-    {33, 16, 264, 2}, {300, 3, 8, 1},  {3001, 4, 1, 2}, {5, 8, 20000, 1},  {0}};
-static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344}, {33, 14336},
-                                                      {5, 4099}, {1001, 768}, {35, 100}, {0}};
+static const int64_t combine_shapes[][MAX_SIZES] = {{1, 1, 1, 0},
+                                                    {1000, 1, 1, 0},
+                                                    {7, 2, 24, 1},
+                                                    {100, 8, 2048, 0},
+                                                    {65, 9, 33, 2},
+                                                    {33, 16, 264, 2},
+                                                    {300, 3, 8, 1},
+                                                    {3001, 4, 1, 2},
+                                                    {5, 8, 20000, 1},
+                                                    {300, 1, 64, 2},
+                                                    {0}};
+static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344},   {33, 14336},
+                                                      {5, 4099}, {1001, 768}, {35, 100}, {300, 96, 1}, {0}};
 static const int64_t grouped_bias_shapes[][MAX_SIZES] = {{1, 1, 1},       {7, 33, 2},      {129, 344, 8}, {3, 24, 64},
                                                          {5000, 4099, 3}, {1001, 768, 64}, {35, 100, 1},  {0}};
 
@@ -1886,6 +1934,8 @@ static operation operations[] = {
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"attention_forward with biases", attention_forward_biased, 5e-3, bias_shapes, {0}},
+    {"attention_backward with biases", attention_backward_biased, 1e-2, bias_shapes, {0}},
     {"indexer_forward", indexer_forward, 0, indexer_shapes, {0}},
     {"indexer_backward", indexer_backward, ONCE, indexer_loss_shapes, {0}},
     {"sparse_attention_forward", sparse_attention_forward, 5e-3, sparse_decode_shapes, {0}},

@@ -1008,7 +1008,10 @@ static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void *
                     assert_int_equal(a[s].num_tokens, b[s].num_tokens);
                     assert_memory_equal(a[s].tokens, b[s].tokens, (size_t)a[s].num_tokens * 4);
                 }
-                if (!drawn) assert_memory_equal(a[0].tokens, golden, 32 * 4);
+                for (int64_t t = 0; !drawn && !has_equal_scores(families[k]) && t < 32; t++)
+                    if (a[0].tokens[t] != golden[t])
+                        fail_msg("%s: token %lld is %d, not transformers' %d", families[k], (long long)t,
+                                 a[0].tokens[t], golden[t]);
                 for (int64_t s = 0; s < SEQUENCES; s++) mt_sequence_end(&a[s]), mt_sequence_end(&b[s]);
                 json_decref(root);
                 mt_options_free(&options);

@@ -3935,6 +3935,28 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     expect_error(RUN "--fp16 --fp8-format e4m3", "--fp8-format and --fp16 exclude each other; leave one out");
     check_limits(RUN "--optimizer muon", &turing,
                  "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high");
+    const mt_limits biases = {.bias_buckets = 64};
+#define T5                                                                                                             \
+    "--num-layers 2 --decoder-num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 300 --sft --lr 1e-3 " \
+    "--encoder-seq-length 16 --decoder-seq-length 16 --data-path x --train-iters 10 --position-embedding-type "        \
+    "relative --normalization RMSNorm --disable-bias-linear --relu --softmax-scale 1 --hidden-dropout 0 "              \
+    "--attention-dropout 0 "
+    check_limits(T5 "--relative-attention-num-buckets 66", &none, NULL);
+    check_limits(T5 "--relative-attention-num-buckets 64", &biases, NULL);
+    check_limits(T5 "--relative-attention-num-buckets 66", &biases,
+                 "--relative-attention-num-buckets is 66, and attention on this device has biases for at most 64 "
+                 "buckets");
+#undef T5
+    const mt_limits heads = {.head_channels = 16};
+#define TOWER                                                                                                          \
+    RUN "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --position-embedding-type rope "        \
+        "--mrope-section 4 2 2 --image-token-id 7 --vision-tower qwen2_5 "                                             \
+        "--vision-window-size 112 --vision-num-layers 1 --vision-ffn-hidden-size 64 --vision-num-attention-heads 2 "
+    check_limits(TOWER "--vision-hidden-size 32", &heads, NULL);
+    check_limits(TOWER "--vision-hidden-size 40", &heads,
+                 "--vision-hidden-size / --vision-num-attention-heads is 20, and attention on this device takes heads "
+                 "of at most 16 channels");
+#undef TOWER
     check_limits(RUN "--kv-channels 512", &none, NULL);
     check_limits(RUN "--kv-channels 256", &limits, NULL);
     check_limits(RUN "--kv-channels 258", &limits,
