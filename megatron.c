@@ -21527,10 +21527,33 @@ static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
     return merger;
 }
 
+/* Ranks that share a bucket gather its weights at the same time: one whose micro-batch has no images does as others
+ * whose micro-batches have some, in the order of their passes. */
+static void mt_vision_gather(mt_model *m, int64_t bucket) {
+    if (m->plan.max_patches == 0) return; // no rank has images
+    mt_bucket_acquire(m, bucket);
+    mt_bucket_release(m, bucket);
+}
+
+/* The buckets of mt_vision_forward. */
+static void mt_vision_pass_over(mt_model *m) {
+    const mt_vision *t = m->vision;
+    mt_vision_gather(m, t->input.bucket);
+    for (int64_t i = 0; i < t->num_layers; i++) {
+        int64_t merger = mt_deepstack_of(m, i);
+        mt_vision_gather(m, t->layers[i].bucket);
+        if (merger > 0) mt_vision_gather(m, t->mergers[merger].bucket);
+    }
+    mt_vision_gather(m, t->mergers[0].bucket);
+}
+
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    if (!mt_has_images(p)) return;
+    if (!mt_has_images(p)) {
+        mt_vision_pass_over(m);
+        return;
+    }
     mt_vision_input_forward(m, &patches, v->hidden[0]);
     for (int64_t i = 0; i < m->vision->num_layers; i++) {
         mt_vision_layer_forward(m, &patches, i, v->hidden[i], v->hidden[i + 1]);
@@ -21540,12 +21563,16 @@ static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     mt_merger_forward(m, &patches, 0, v->hidden[m->vision->num_layers]);
 }
 
-/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing. */
-static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket) {
-    if (!m->buckets[bucket].trained) return;
-    mt_bucket_gradients_acquire(m, bucket);
-    mt_bucket_zero_unwritten(m, bucket);
-    mt_bucket_gradients_release(m, bucket, p->last);
+/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing.
+ * `gathers`: other ranks, whose micro-batches have images, read its weights. */
+static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
+    if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
+    if (m->buckets[bucket].trained) {
+        mt_bucket_gradients_acquire(m, bucket);
+        mt_bucket_zero_unwritten(m, bucket);
+        mt_bucket_gradients_release(m, bucket, p->last);
+    }
+    if (gathers && m->plan.max_patches > 0) mt_bucket_release(m, bucket);
 }
 
 /* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
@@ -21554,22 +21581,22 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_vision *t = m->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    bool tower = m->buckets[t->input.bucket].trained, mergers = m->buckets[t->mergers[0].bucket].trained;
-    bool runs = mt_has_images(p) && (tower || mergers);
+    bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
+    bool runs = mt_has_images(p) && any;
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], true);
-        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket);
+        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket, any);
         merger = i > 0 ? mt_deepstack_of(m, i - 1) : -1;
         if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], false);
-        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket);
+        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket, any);
         if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1]);
-        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket);
+        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
     if (runs && tower)
         mt_vision_input_backward(m, &patches);
     else
-        mt_vision_skip(m, p, t->input.bucket);
+        mt_vision_skip(m, p, t->input.bucket, tower);
 }
 
 /* ---- inputs, on the host */

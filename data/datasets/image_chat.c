@@ -19,20 +19,27 @@ void mt_images_cut(mt_images *images, int64_t count) {
     *images = (mt_images){0};
 }
 
-/* The list owns `source`. */
-static void add_image(mt_images *images, char *source) {
+static void push_image(mt_images *images, mt_image image) {
     if (images->count == images->capacity) {
         images->capacity = 2 * images->capacity + 4;
         images->items = mt_realloc(images->items, images->capacity * (int64_t)sizeof *images->items);
     }
-    images->items[images->count++] = (mt_image){.source = source};
+    images->items[images->count++] = image;
 }
 
-int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *model, mt_error *error) {
+void mt_images_move(mt_images *images, mt_images *from) {
+    for (int64_t i = 0; i < from->count; i++) push_image(images, from->items[i]);
+    from->count = 0;
+}
+
+int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *tokenizer, mt_error *error) {
     *reader = (mt_image_reader){.image_token_id = options->vision.image_token_id};
     if (options->vision.tower == MT_VISION_NONE)
         return mt_error_set(error, "the model has no vision tower (--vision-tower), so it takes no pictures");
-    return mt_image_config_read(&reader->config, options, model, error);
+    char *folder = tokenizer ? mt_path_folder(tokenizer) : NULL;
+    int status = mt_image_config_read(&reader->config, options, folder, error);
+    free(folder);
+    return status;
 }
 
 /* ---- pictures of messages */
@@ -64,7 +71,7 @@ static int take_source(mt_images *images, const char *source, const char *folder
         return mt_error_set(error, "the picture %.200s is on a network; download it, and name the file", source);
     if (strncmp(source, file_address, FILE_BYTES) == 0) source += FILE_BYTES;
     bool joins = folder && !is_data && *source != '/';
-    add_image(images, joins ? mt_path_join(folder, source) : mt_strdup(source));
+    push_image(images, (mt_image){.source = joins ? mt_path_join(folder, source) : mt_strdup(source)});
     return 0;
 }
 

@@ -32,6 +32,9 @@ typedef struct mt_images {
 /* Removes the pictures from `count` on; with 0 also the array. */
 void mt_images_cut(mt_images *images, int64_t count);
 
+/* Moves all pictures of `from` to the end of `images`. */
+void mt_images_move(mt_images *images, mt_images *from);
+
 /* How pictures of conversations are read. */
 typedef struct mt_image_reader {
     mt_image_config config;
@@ -39,9 +42,9 @@ typedef struct mt_image_reader {
     const char *folder; // where relative paths of mt_image_chat_encode begin; NULL: the working directory
 } mt_image_reader;
 
-/* The tower of the options, with the processor's file of the folder of a model (NULL: none). Errors: a model without a
- * tower; those of mt_image_config_read. */
-int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *model, mt_error *error);
+/* The tower of the options, with the processor's file beside the tokenizer, whose file or folder is `tokenizer` (NULL:
+ * none). Errors: a model without a tower; those of mt_image_config_read. */
+int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *tokenizer, mt_error *error);
 
 /* Appends the pictures of messages to `images`, and leaves parts without paths, {"type": "text", "text": ...} and
  * {"type": "image"}, which templates take. A message's "content" (or "value") may be a list of such parts, where a
