@@ -104,4 +104,26 @@ def text_model():
     check(status == 400 and "this model takes no pictures" in reply, reply)
 
 
-{"answers": answers, "refusals": refusals, "text_model": text_model}[sys.argv[2]]()
+def openai_client():
+    """The package openai, whole and as a stream; status 77: it is absent."""
+    try:
+        import openai as package
+    except ImportError:
+        sys.exit(77)
+    client = package.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0)
+    for answer in ANSWERS:
+        wanted = {"model": "model", "messages": messages_of(answer), "max_tokens": 8, "temperature": 0}
+        whole = client.chat.completions.create(**wanted)
+        check(whole.choices[0].message.content == answer["text"], whole)
+        parts = client.chat.completions.create(stream=True, **wanted)
+        check("".join(part.choices[0].delta.content or "" for part in parts) == answer["text"], answer)
+    for url in ["tests/golden/images/square.png", "http://127.0.0.1/a.png"]:
+        try:
+            talk = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+            client.chat.completions.create(model="model", messages=talk)
+            check(False, url, "is accepted")
+        except package.BadRequestError as error:
+            check("this server opens no other address" in str(error), error)
+
+
+{"answers": answers, "openai": openai_client, "refusals": refusals, "text_model": text_model}[sys.argv[2]]()

@@ -147,17 +147,42 @@ asks() {
     return 1
 }
 
+# The same by the package openai of $MT_PYTHON, if that has it.
+asks_by_package() {
+    timeout $hang "${MT_PYTHON:-python3}" tests/serve_pictures.py "$port" openai >"$work/out" 2>"$work/err"
+    status=$?
+    [ $status = 77 ] && echo "skipped: ${MT_PYTHON:-python3} has no openai" && return
+    [ $status = 0 ]
+}
+
 requests_have_pictures() {
     # shellcheck disable=SC2086
     if "$infer" $settings --serve x 2>&1 </dev/null | grep -q 'no libmicrohttpd'; then
         echo 'skipped: the server, as this build has no libmicrohttpd'
         return 0
     fi
-    begin 1 --max-image-tokens 16 --max-prefill-tokens 7 && asks answers && asks refusals && end &&
+    begin 1 --max-image-tokens 16 --max-prefill-tokens 7 && asks answers && asks refusals && asks_by_package && end &&
         begin 1 --language-model-only && asks text_model && end || return 1
     [ -n "${HAVE_MPI:-}" ] || return 0
     begin 2 --tensor-model-parallel-size 2 && asks answers && end &&
         begin 2 --pipeline-model-parallel-size 2 && asks answers && end
+}
+
+# An adapter answers as the model that it is merged into, and otherwise than its base.
+adapters_answer_as_merged_models() {
+    "$train" --load "$work/model" --finetune --sft --train-data-path $golden/lines.jsonl --seq-length 128 \
+        --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.1 --lora-rank 4 --lora-target all-linear --eval-iters 0 \
+        --device cpu --save "$work/adapter" >"$work/out" 2>"$work/err" || return 1
+    set -- --device cpu --prompts "$work/prompts.jsonl" --temperature 0 --max-new-tokens 8
+    adapter="$work/adapter/iter_0000003"
+    "$infer" --load "$work/model" --load-adapter "$adapter" --device cpu --merge-adapter "$work/merged" >"$work/out" \
+        2>"$work/err" &&
+        "$infer" "$@" --load "$work/merged" --out "$work/of_merged.jsonl" >"$work/out" 2>"$work/err" &&
+        "$infer" "$@" --load "$work/model" --load-adapter "$adapter" --out "$work/lines.jsonl" >"$work/out" \
+            2>"$work/err" || return 1
+    sed 's/.*"tokens":\[\([^]]*\)\].*/\1/' "$work/of_merged.jsonl" >"$work/wanted"
+    sed 's/.*"tokens":\[\([^]]*\)\].*/\1/' "$work/lines.jsonl" | cmp - "$work/wanted" &&
+        [ "$(list 1 tokens)" != "$(answer 1 tokens | tr -d ' ')" ]
 }
 
 bad_pictures_and_settings_are_one_line() {
@@ -195,5 +220,6 @@ check lines_of_prompts_have_pictures lines_of_prompts_have_pictures
 check conversations_have_pictures conversations_have_pictures
 check a_full_conversation_begins_again_with_its_last_picture a_full_conversation_begins_again_with_its_last_picture
 check requests_have_pictures requests_have_pictures
+check adapters_answer_as_merged_models adapters_answer_as_merged_models
 check bad_pictures_and_settings_are_one_line bad_pictures_and_settings_are_one_line
 exit $failed
