@@ -957,9 +957,16 @@ static const char *const image_keys[] = {"images", "image", NULL};
 
 /* Takes the pictures out of the messages of a line, whose contents become parts. */
 static int take_images(reader *r, const json_t *object, mt_error *error) {
-    const char *name, *beside = first_with_value(object, image_keys);
+    const char *name, *prompt_name, *beside = first_with_value(object, image_keys);
     const json_t *messages = find_messages(r, object, &name);
-    if (!r->config->images) return 0; // see check_line
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &prompt_name);
+    if (!r->config->images) return 0;                                          // see check_line
+    if (!messages && beside && r->config->prompts && json_is_string(prompt)) { // a message of the user
+        json_t *list = json_pack("[{s:s, s:O}]", "role", "user", "content", prompt);
+        json_object_set_new((json_t *)object, prompt_name, list);
+        prompt = list;
+    }
+    if (!messages && json_is_array(prompt)) messages = prompt;
     if (beside && !messages)
         return mt_error_set(error, "has \"%s\" and no \"%s\"; pictures stand in messages, as <image> in a text", beside,
                             name);
