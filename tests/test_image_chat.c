@@ -1,5 +1,6 @@
 /* test_image_chat.c: conversations with pictures become the tokens and grids that transformers' processor makes. */
 #include "../data/datasets/image_chat.h"
+#include "../data/datasets/packing.h"
 #include "../data/tokens/tokenizer_vocab.h"
 #include "../data/base/file.h"
 
@@ -203,6 +204,116 @@ static void bad_pictures_are_refused_and_nothing_is_added(void **state) {
     close_fixture(&f);
 }
 
+static void copy_picture(const char *name, const char *to) {
+    char command[700];
+    snprintf(command, sizeof command, "cp tests/golden/images/%s %s", name, at(to));
+    assert_int_equal(system(command), 0);
+}
+
+/* Reads lines of a file in `root`, with paths relative to it. */
+static int read_samples(const fixture *f, mt_samples *samples, mt_sft_config config, const char *lines,
+                        mt_error *error) {
+    char *paths[] = {(char *)at("lines.jsonl")};
+    FILE *file = fopen(paths[0], "w");
+    assert_non_null(file);
+    fputs(lines, file);
+    fclose(file);
+    config.paths = (mt_strings){1, paths}, config.tokenizer_path = root, config.vocab_size = PICTURE_VOCABULARY;
+    config.images = &f->reader;
+    return mt_samples_read(samples, &config, f->tokenizer, error);
+}
+
+#define LINE(content, images)                                                                                          \
+    "{\"messages\": [{\"role\": \"user\", \"content\": \"" content "\"}, "                                             \
+    "{\"role\": \"assistant\", \"content\": \"Yes\"}], \"images\": [" images "]}\n"
+
+static void samples_keep_their_pictures_and_batches_read_them(void **state) {
+    (void)state;
+    fixture f;
+    mt_samples samples;
+    mt_batch batch;
+    mt_step_plan plan;
+    mt_error error = {{0}};
+    if (!open_fixture(&f)) skip();
+    copy_picture("square.png", "a.png"), copy_picture("wide.png", "b.png");
+    mt_sft_config config = {.seq_length = 200, .loss_on = MT_LOSS_ON_ALL};
+    if (read_samples(&f, &samples, config,
+                     LINE("<image> and <image>", "\"a.png\", \"b.png\"") LINE("none", "") LINE("<image>", "\"b.png\""),
+                     &error) != 0)
+        fail_msg("%s", error.text);
+    const int64_t offsets[] = {0, 2, 2, 3};
+    assert_int_equal(samples.count, 3);
+    assert_memory_equal(samples.image_offsets, offsets, sizeof offsets);
+    assert_true(samples.images.items[1].fingerprint == samples.images.items[2].fingerprint);
+    for (int64_t t = 0; t < samples.offsets[3]; t++)
+        if (samples.tokens[t] == PICTURE_IMAGE_TOKEN) assert_false(samples.is_trained[t]);
+    mt_piece pieces[3];
+    int64_t tokens = 0, patches = 0, first[] = {0, 3};
+    for (int64_t s = 0; s < 3; s++) {
+        pieces[s] = (mt_piece){s, mt_sample_length(&samples, s), tokens};
+        tokens += pieces[s].length;
+        for (int64_t i = samples.image_offsets[s]; i < samples.image_offsets[s + 1]; i++)
+            patches += samples.images.items[i].grid.height * samples.images.items[i].grid.width;
+    }
+    int64_t most = mt_samples_max_patches(&samples, tokens);
+    assert_in_range(most, patches, 4 * tokens);
+    assert_int_equal(most % 4, 0);
+    mt_plan_shape shape = {.num_ranks = 1, .micro_batch_size = 1, .row_length = tokens, .work = {1, 1, 0}};
+    const mt_options tower = {
+        .vision = {.tower = MT_VISION_QWEN2_5, .patch_size = 4, .temporal_patch_size = 2, .spatial_merge_size = 2}};
+    mt_batch_alloc(&batch, tokens);
+    mt_batch_alloc_images(&batch, &tower, most);
+    mt_step_plan_balance(&plan, pieces, first, 1, &shape);
+    for (int again = 0; again < 2; again++) { // a batch that held images before
+        if (mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(batch.images.num_images, 3);
+    }
+    float *expected = mt_malloc(patches * 96 * 4), *to = expected;
+    for (int64_t i = 0; i < 3; i++) {
+        assert_int_equal(mt_image_read(to, &samples.images.items[i], &f.reader.config, &error), 0);
+        assert_int_equal(batch.images.grids[i].width, samples.images.items[i].grid.width);
+        to += samples.images.items[i].grid.height * samples.images.items[i].grid.width * 96;
+    }
+    assert_memory_equal(batch.images.patches, expected, (size_t)(patches * 96) * 4);
+    copy_picture("square.png", "b.png");
+    assert_int_equal(mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch, &error), -1);
+    assert_non_null(strstr(error.text, "b.png: has changed since the run began"));
+    free(expected);
+    mt_step_plan_free(&plan);
+    mt_batch_free(&batch);
+    uint64_t print = mt_samples_fingerprint(&samples);
+    mt_samples_free(&samples);
+    assert_int_equal(read_samples(&f, &samples, config, LINE("<image> and <image>", "\"a.png\", \"b.png\""), &error),
+                     0);
+    assert_true(mt_samples_fingerprint(&samples) != print);
+    mt_samples_free(&samples);
+    close_fixture(&f);
+}
+
+static void a_sample_keeps_its_pictures_whole(void **state) {
+    (void)state;
+    fixture f;
+    mt_samples samples;
+    mt_error error = {{0}};
+    if (!open_fixture(&f)) skip();
+    copy_picture("square.png", "a.png");
+    const char *lines = LINE("none", "") LINE("A <image> that is cut", "\"a.png\"");
+    mt_sft_config config = {.seq_length = 20, .loss_on = MT_LOSS_ON_ALL};
+    assert_int_equal(read_samples(&f, &samples, config, lines, &error), -1);
+    assert_non_null(strstr(error.text, "lines.jsonl:2: has "));
+    assert_non_null(strstr(error.text, "1 pictures, and --seq-length 20 would cut a picture"));
+    config.long_samples = MT_LONG_DROP;
+    assert_int_equal(read_samples(&f, &samples, config, lines, &error), 0);
+    assert_int_equal(samples.count, 1), assert_int_equal(samples.images.count, 0);
+    mt_samples_free(&samples);
+    config = (mt_sft_config){.seq_length = 34, .loss_on = MT_LOSS_ON_ALL}; // text is cut behind the picture
+    assert_int_equal(read_samples(&f, &samples, config, lines, &error), 0);
+    assert_int_equal(samples.count, 2), assert_int_equal(samples.images.count, 1);
+    assert_int_equal(samples.offsets[2] - samples.offsets[1], 35);
+    mt_samples_free(&samples);
+    close_fixture(&f);
+}
+
 static void templates_without_parts_are_refused(void **state) {
     (void)state;
     fixture f;
@@ -226,6 +337,8 @@ int main(void) {
         cmocka_unit_test(a_picture_has_one_meaning_in_all_forms),
         cmocka_unit_test(a_picture_in_an_address_is_decoded),
         cmocka_unit_test(bad_pictures_are_refused_and_nothing_is_added),
+        cmocka_unit_test(samples_keep_their_pictures_and_batches_read_them),
+        cmocka_unit_test(a_sample_keeps_its_pictures_whole),
         cmocka_unit_test(templates_without_parts_are_refused),
     };
     return cmocka_run_group_tests_name("image_chat", tests, make_root, remove_root);
