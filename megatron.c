@@ -431,7 +431,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 /* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    int64_t D = o->kv_channels, Dv = mt_value_channels(o);
     bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
     bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
     const mt_constraint rules[] = {
@@ -440,6 +440,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
          "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
          "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
          {l->cudnn_latent_channels, l->cudnn_channels, Dv, D}},
+        {!latent && Dv != D,
+         "--attention-backend cudnn needs values as wide as keys, and --value-channels is %lld, --kv-channels %lld; "
+         "use flash",
+         {Dv, D}},
         {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
          "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
          "use flash",
@@ -532,6 +536,9 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--qk-head-dim + --qk-pos-emb-head-dim is %lld, and attention on this device takes heads of at most %lld "
          "channels",
          {D, l->head_channels}},
+        {!latent && mt_exceeds(mt_value_channels(o), l->head_channels),
+         "--value-channels is %lld, and attention on this device takes heads of at most %lld channels",
+         {mt_value_channels(o), l->head_channels}},
         {latent && mt_exceeds(o->v_head_dim, l->head_channels),
          "--v-head-dim is %lld, and attention on this device takes heads of at most %lld channels",
          {o->v_head_dim, l->head_channels}},
@@ -552,7 +559,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
-         "--fp8-recipe mxfp8 runs on the CPU only so far; take --device cpu, or tensorwise"},
+         "--fp8-recipe mxfp8 runs on the CPU only so far: no GPU before Blackwell multiplies by blocks of 32, and for "
+         "Blackwell kernels are missing; take --device cpu, or tensorwise"},
         {l->no_fp8_blocks && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_128,
          "--fp8-recipe blockwise needs a GPU of compute capability 9.0 (Hopper), where cuBLASLt multiplies by blocks, "
          "or "
@@ -560,17 +568,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
-         "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->moe_router_quantile_bias,
-         "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
-         "take --device cpu"},
         {mt_exceeds(of_tower, l->head_channels),
          "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
          "most %lld channels",
          {of_tower, l->head_channels}},
-        {l->no_plain && o->window_num_query_groups > 0,
-         "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -17078,6 +17079,26 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
                           mean, std, shard->dtype, m->stream);
 }
 
+/* Quantizes the drawn values of a frozen matrix, in the device's memory: there, as far as operations on fp8 take its
+ * rows, since billions of them would take minutes on the host. */
+static void mt_base_quantize_drawn(mt_model *m, const mt_param *param, const void *drawn) {
+    int64_t num_scales, n = param->rows * param->cols;
+    mt_fp8_matrix codes = {.stride = param->cols, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    if (param->cols % MT_FP8_WIDTH == 0) {
+        codes.data = mt_state_shard(m, param, MT_STATE_WEIGHTS).data;
+        codes.inverse_scales = mt_base_scales(m, param, &num_scales);
+        mt_quantize_args a = {.x = drawn, .count = 1, .R = param->rows, .C = param->cols, .rows = codes};
+        m->ops->quantize(&a, m->dtype, m->stream);
+        return;
+    }
+    void *copy = mt_malloc(n * mt_dtype_size(m->dtype));
+    float *values = mt_malloc(n * 4);
+    mt_copy_wait(m, copy, drawn, n * mt_dtype_size(m->dtype));
+    mt_state_load(values, copy, 0, n, m->dtype, 0);
+    mt_base_write(m, param, values);
+    free(copy), free(values);
+}
+
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
@@ -17101,14 +17122,7 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
     if (!quantizes) return;
-    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
-    mt_copy_wait(m, drawn, shard.data, bytes);
-    if (drawn != values) {
-        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
-        free(drawn);
-    }
-    mt_state_write(m, param, state, values);
-    free(values);
+    mt_base_quantize_drawn(m, param, shard.data);
     m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
@@ -20219,10 +20233,6 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
         {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
          "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
          {o->mamba_head_dim, l->ssd_columns}},
-        {l->no_plain && o->mamba_num_groups < o->tensor_model_parallel_size,
-         "--mamba-num-groups %lld below --tensor-model-parallel-size %lld runs on the CPU only so far; take --device "
-         "cpu, or fewer tensor-parallel ranks",
-         {o->mamba_num_groups, o->tensor_model_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

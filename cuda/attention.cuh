@@ -32,14 +32,17 @@ struct mt_selection {
     int64_t topk;
     const uint64_t *bits; // [Tq, words]
     int64_t words;
+    int *counter; // of tiles, memory for persistent blocks
 };
 
-/* Attention over selected keys by the definition, whose forward reads the lists, and by the second rung, which reads
- * bits and has no dropout. */
+/* Attention over selected keys by the definition, whose forward reads the lists, and by the rungs above it, which read
+ * bits and have no dropout. */
 void mt_selected_naive_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 void mt_selected_naive_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 bool mt_selected_mma_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 bool mt_selected_mma_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_hopper_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_hopper_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 
 /* Kernel arguments, passed by value. */
 struct flash_tiles {
@@ -270,6 +273,66 @@ __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b,
                 for (int e = 0; e < 2; e++)
                     if (8 * n + e < first || 8 * n + e >= end) score[t][n][2 * h + e] = -INFINITY;
         }
+}
+
+/* Which columns of the two rows of a lane, row_of(0, 2 h) of a result, belong to a selection: bit 8 (n % 4) + e of
+ * word n / 4 is that of column col_of(n, e). */
+template <int COLUMNS> struct selected_columns { uint32_t words[2][COLUMNS / 32]; };
+
+/* Reads the bits of KEYS keys from `key` on, a multiple of 64, of the warp's 16 queries from row `query` on; `rows` of
+ * these belong to the span. The bits of other rows are those of its last query. */
+template <int KEYS>
+__device__ __forceinline__ void select_keys_of_rows(selected_columns<KEYS> &to, const mt_selection &from, int64_t query,
+                                                    int rows, int key) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint64_t *bits = from.bits + (query + min(row_of(0, 2 * h), rows - 1)) * from.words + key / 64;
+#pragma unroll
+        for (int w = 0; w < KEYS / 64; w++) {
+            uint64_t word = key / 64 + w < from.words ? bits[w] : 0;
+            to.words[h][2 * w] = (uint32_t)word >> threadIdx.x % 4 * 2;
+            to.words[h][2 * w + 1] = (uint32_t)(word >> 32) >> threadIdx.x % 4 * 2;
+        }
+    }
+}
+
+/* The bits of the warp's 16 keys from `key` on, a multiple of 16: those of queries 32 i + lane from row `query` on, of
+ * which `rows` belong to the span. */
+template <int QUERIES>
+__device__ __forceinline__ void read_selected(uint32_t (&bits)[QUERIES / 32], const mt_selection &from, int64_t query,
+                                              int rows, int key) {
+#pragma unroll
+    for (int i = 0; i < QUERIES / 32; i++) {
+        const int row = 32 * i + (int)threadIdx.x % 32;
+        const uint16_t *words = (const uint16_t *)(from.bits + (query + row) * from.words) + key / 16;
+        bits[i] = row < rows && key / 64 < from.words ? *words : 0;
+    }
+}
+
+/* Transposes them: columns are queries. */
+template <int QUERIES>
+__device__ __forceinline__ void select_queries_of_rows(selected_columns<QUERIES> &to,
+                                                       const uint32_t (&bits)[QUERIES / 32]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < QUERIES / 32; i++)
+#pragma unroll
+        for (int key = 0; key < 16; key++) {
+            uint32_t queries = __ballot_sync(0xffffffff, bits[i] >> key & 1);
+            if (key % 8 == lane / 4) to.words[key / 8][i] = queries >> lane % 4 * 2;
+        }
+}
+
+/* Sets the scores of other columns to -inf. */
+template <int N>
+__device__ __forceinline__ void hide_others(float (&score)[1][N][4], const selected_columns<8 * N> &selected) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (!(selected.words[h][n / 4] & 1u << (n % 4 * 8 + e))) score[0][n][2 * h + e] = -INFINITY;
 }
 
 /* ---- softmax and its gradient ------------------------------------------------------------------------------------ */

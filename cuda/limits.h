@@ -116,10 +116,10 @@ static inline int64_t mt_cuda_ssd_workspace(int64_t T, const mt_ssd_args *a, boo
                                        mt_cuda_ssd_bytes(chunks, 1, a, train), 768);
 }
 
-/* The arrays of sparse_attention.cu share one memory, one operation after another: scores of some query rows, with two
+/* The arrays of sparse_attention.cu share one memory, one operation after another: scores of some query rows, with four
  * numbers a key for each block that selects keys as torch does; a bit for each pair of a query and a key; the logits of
  * a block of the indexer's loss. */
-enum { MT_CUDA_INDEXER_ROWS = 1024, MT_CUDA_INDEXER_BLOCKS = 256, MT_CUDA_LOSS_ROWS = 64 };
+enum { MT_CUDA_INDEXER_ROWS = 1024, MT_CUDA_INDEXER_BLOCKS = 128, MT_CUDA_LOSS_ROWS = 64 };
 
 /* Floats of a row of scores, and words of a row of bits. */
 static inline int64_t mt_cuda_score_columns(int64_t longest) {
@@ -132,7 +132,7 @@ static inline int64_t mt_cuda_selection_words(int64_t longest) {
 static inline int64_t mt_cuda_sparse_workspace(int64_t T, int64_t longest, int64_t topk) {
     int64_t rows = T < MT_CUDA_INDEXER_ROWS ? T : MT_CUDA_INDEXER_ROWS;
     int64_t blocks = rows < MT_CUDA_INDEXER_BLOCKS ? rows : MT_CUDA_INDEXER_BLOCKS;
-    int64_t scores = (rows + 2 * blocks) * mt_cuda_score_columns(longest) * 4;
+    int64_t scores = (rows + 4 * blocks) * mt_cuda_score_columns(longest) * 4;
     int64_t bits = T * mt_cuda_selection_words(longest) * 8;
     int64_t width = mt_cuda_score_columns(longest > topk ? longest : topk);
     int64_t loss = MT_CUDA_LOSS_ROWS * width * 4 + MT_CUDA_LOSS_ROWS * 16;

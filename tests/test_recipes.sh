@@ -212,9 +212,11 @@ shapes_of_recipes_are_planned_on_8_and_64_gpus() {
 # A model whose kernels a GPU lacks has no layout, whatever its number of GPUs.
 a_mixer_without_gpu_kernels_is_not_planned() {
     for gpus in 1 8; do
-        refused "no layout of $gpus GPUs is legal: --value-channels .* runs on the CPU only" "$train" --mock-data \
-            --bf16 --load tests/golden/hf/mimo_v2_flash --finetune --seq-length 32 --global-batch-size 8 \
-            --train-iters 3 --lr 1e-4 --plan --gpu h200 --gpus $gpus || return 1
+        set -- "$train" --mock-data --bf16 --finetune --seq-length 32 --global-batch-size 8 --train-iters 3 --lr 1e-4 \
+            --plan --gpu h200 --gpus $gpus --load
+        refused "no layout of $gpus GPUs is legal: .*a vision tower runs on the CPU only" "$@" \
+            tests/golden/vision/qwen3_vl || return 1
+        "$@" tests/golden/hf/mimo_v2_flash >"$work/out" 2>"$work/err" && says '^1\. ' "$work/out" || return 1
     done
 }
 
