@@ -17079,6 +17079,26 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
                           mean, std, shard->dtype, m->stream);
 }
 
+/* Quantizes the drawn values of a frozen matrix, in the device's memory: there, as far as operations on fp8 take its
+ * rows, since billions of them would take minutes on the host. */
+static void mt_base_quantize_drawn(mt_model *m, const mt_param *param, const void *drawn) {
+    int64_t num_scales, n = param->rows * param->cols;
+    mt_fp8_matrix codes = {.stride = param->cols, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    if (param->cols % MT_FP8_WIDTH == 0) {
+        codes.data = mt_state_shard(m, param, MT_STATE_WEIGHTS).data;
+        codes.inverse_scales = mt_base_scales(m, param, &num_scales);
+        mt_quantize_args a = {.x = drawn, .count = 1, .R = param->rows, .C = param->cols, .rows = codes};
+        m->ops->quantize(&a, m->dtype, m->stream);
+        return;
+    }
+    void *copy = mt_malloc(n * mt_dtype_size(m->dtype));
+    float *values = mt_malloc(n * 4);
+    mt_copy_wait(m, copy, drawn, n * mt_dtype_size(m->dtype));
+    mt_state_load(values, copy, 0, n, m->dtype, 0);
+    mt_base_write(m, param, values);
+    free(copy), free(values);
+}
+
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
@@ -17102,14 +17122,7 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
     if (!quantizes) return;
-    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
-    mt_copy_wait(m, drawn, shard.data, bytes);
-    if (drawn != values) {
-        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
-        free(drawn);
-    }
-    mt_state_write(m, param, state, values);
-    free(values);
+    mt_base_quantize_drawn(m, param, shard.data);
     m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
