@@ -17381,6 +17381,7 @@ static bool mt_forward_is_own(const mt_model *m) {
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const int32_t *rows, int64_t num_rows) {
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
+    if (batch->image_rows.any) return false; // the host computes the cosines of each token
     if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
     if (batch->adapter_rows && batch->adapter_rows[m->plan.num_adapters] > 0) return false; // the rows of each differ
     for (int64_t i = 0; i < batch->num_tokens; i++)
@@ -21811,7 +21812,7 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = &mb->vision;
     v->num_patches = P, v->num_tokens = tokens, v->num_images = v->num_windows = 0;
-    m->ops->stream_synchronize(m->stream); // until the host's block is copied
+    m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
     mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
     mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
     mt_vision_block_at(m, v, &on_device, tokens, P, true);
@@ -21835,6 +21836,7 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
         m->ops->gather_rows(&gather, m->dtype, m->stream);
     }
     v->num_patches = v->num_tokens = 0;
+    m->ops->stream_synchronize(m->stream); // the forward fills the same block
 }
 
 /* The image tokens of a batch are those of its images. Without images, the token is text. */

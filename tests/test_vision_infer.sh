@@ -171,8 +171,8 @@ requests_have_pictures() {
 # An adapter answers as the model that it is merged into, and otherwise than its base.
 adapters_answer_as_merged_models() {
     "$train" --load "$work/model" --finetune --sft --train-data-path $golden/lines.jsonl --seq-length 128 \
-        --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.1 --lora-rank 4 --lora-target all-linear --eval-iters 0 \
-        --device cpu --save "$work/adapter" >"$work/out" 2>"$work/err" || return 1
+        --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.1 --lora-rank 4 --lora-target all-linear \
+        --eval-iters 0 --device cpu --save "$work/adapter" >"$work/out" 2>"$work/err" || return 1
     set -- --device cpu --prompts "$work/prompts.jsonl" --temperature 0 --max-new-tokens 8
     adapter="$work/adapter/iter_0000003"
     "$infer" --load "$work/model" --load-adapter "$adapter" --device cpu --merge-adapter "$work/merged" >"$work/out" \
