@@ -117,7 +117,7 @@ struct mt_rl {
 /* Adds the memory for responses to the plan of a model with `options`. */
 static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
     int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->stack.data_parallel_size);
-    plan->page_rows = o->inference_dynamic_batching_block_size;
+    plan->page_rows = o->inference_dynamic_batching_block_size, plan->num_drafts = o->num_speculative_tokens;
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
 }
 

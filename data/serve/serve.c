@@ -586,11 +586,13 @@ static void open_generator(mt_inference *r, const mt_serve_adapters *adapters, m
     const mt_run_options *o = &r->options;
     const mt_sampling greedy = {.top_p = 1};
     int64_t most = o->inference_max_requests, prefill = o->max_prefill_tokens;
-    mt_model_plan plan = {.page_rows = o->inference_dynamic_batching_block_size, .max_tokens = most + prefill};
+    int64_t drafts = o->num_speculative_tokens, decoded = most * (1 + drafts); // tokens of a decode step
+    mt_model_plan plan = {.page_rows = o->inference_dynamic_batching_block_size, .max_tokens = decoded + prefill};
     int64_t cache = o->kv_cache_tokens > 0 ? o->kv_cache_tokens : mt_max(CACHE_TOKENS, r->context);
     int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
+    plan.num_drafts = drafts;
     mt_plan_generation(&plan, most, r->context, cache);
-    plan.max_logits = mt_max(plan.max_logits, most + viewed);
+    plan.max_logits = mt_max(plan.max_logits, decoded + viewed);
     plan.num_adapters = adapters->names.count;
     mt_inference_open_model(r, &plan);
     mt_inference_check(r, mt_serve_adapters_load(adapters, r->model, o, &error), &error);
