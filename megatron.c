@@ -12307,12 +12307,12 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;   // modules of this rank, or depths of its repeated module
-    mt_batch rolled; // on the host: a micro-batch shifted by k tokens
-    float *weights;  // on the host: weights of the tokens of `rolled`
-    float *logp;     // [max_logits]
-    void *dhidden;   // [R, C] gradient of a module's input hidden state
-    void *djoined;   // [R, 2C]
+    int64_t count;                  // modules of this rank, or depths of its repeated module
+    mt_batch rolled;                // on the host: a micro-batch shifted by k tokens
+    float *weights;                 // on the host: weights of the tokens of `rolled`
+    float *logp;                    // [max_logits]
+    void *dhidden;                  // [R, C] gradient of a module's input hidden state
+    void *djoined;                  // [R, 2C]
     void *cache[MT_MAX_MTP_LAYERS]; // of depth k with drafts: [cache_rows, C] its input hidden states
 } mt_mtp;
 
@@ -17333,8 +17333,8 @@ static void mt_draft_keep(mt_model *m, const mt_pass *p) {
     mt_bucket_acquire(m, m->output_bucket);
     mt_norm_residual_forward(m, p, &m->outer.final_norm, &out->norm, out->hidden);
     mt_bucket_release(m, m->output_bucket);
-    m->ops->scatter_rows(&(mt_row_args){p->T, m->C, p->batch->cache_rows, .from = out->norm.y,
-                                        .to = m->mtp->cache[0], .from_stride = m->C},
+    m->ops->scatter_rows(&(mt_row_args){p->T, m->C, p->batch->cache_rows, .from = out->norm.y, .to = m->mtp->cache[0],
+                                        .from_stride = m->C},
                          m->dtype, p->stream);
 }
 
@@ -18061,7 +18061,8 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     MT_CHECK(plan->page_rows > 0 && most + max_viewed <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
-    mt_batcher_plan batching = {.max_sequences = plan->cache_sequences, .max_length = plan->max_position, .page_rows = plan->page_rows};
+    mt_batcher_plan batching = {
+        .max_sequences = plan->cache_sequences, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
     batching.max_inputs = plan->max_inputs;
@@ -18218,27 +18219,30 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
                (size_t)width * 4);
 }
 
-/* Counts the drafts that the forward has read, and drops those that were not accepted. */
+/* Counts the drafts that the forward has read, and drops the others. */
 static void mt_generator_settle(mt_generator *g, mt_sequence *sequences) {
     mt_batcher *b = g->batcher;
     for (int64_t slot = 0; slot < b->plan.max_sequences; slot++) {
         const mt_cache_slot *s = &b->slots[slot];
         if (s->sequence < 0 || s->num_drafts == 0) continue;
         g->totals.drafted_tokens += s->num_drafts;
-        int64_t before = s->num_cached - s->num_drafts; // a token is new beside those accepted, unless one ended the text
+        int64_t before =
+            s->num_cached - s->num_drafts; // a token is new beside those accepted, unless one ended the text
         g->totals.accepted_tokens += mt_max(sequences[s->sequence].num_tokens - before - 1, 0);
     }
     mt_batcher_settle(b, sequences);
 }
 
 /* Adds to the modules' batch the tokens of a slot that the forward has computed and that they have not read: those
- * behind which a token was not known, or was a draft that was not accepted, once more. The token that the first module
- * reads beside the hidden state at position t is that at t + 1. Drafts follow where all tokens but the last are read. */
+ * whose next tokens were not known, or drafts that were not accepted, once more. The token that the first module
+ * reads beside the hidden state at position t is that at t + 1. Drafts follow where all tokens but the last are read.
+ */
 static void mt_drafting_add(const mt_batcher *b, mt_drafting *d, int64_t max_tokens, int64_t slot,
                             const mt_sequence *sequence) {
     mt_cache_slot *s = &b->slots[slot];
     const int32_t *pages = mt_cache_slot_pages(b, slot);
-    int64_t rows = b->plan.page_rows, start = d->batch.num_tokens, known = sequence->num_tokens - 1 - b->plan.num_drafts;
+    int64_t rows = b->plan.page_rows, start = d->batch.num_tokens,
+            known = sequence->num_tokens - 1 - b->plan.num_drafts;
     int64_t first = mt_max(mt_min(s->num_drafted, mt_max(known, 0)), s->num_shared);
     int64_t count = mt_min(s->num_cached - first, max_tokens - start);
     if (count <= 0) return;

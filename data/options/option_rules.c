@@ -166,8 +166,10 @@ static int mt_options_check_drafts(const mt_run_options *run, bool generates, mt
 /* Multi-token prediction; scoring, and generation without drafts, do without it, and --convert keeps it. */
 static int mt_options_derive_mtp(mt_run_options *run, bool generates, mt_error *error) {
     mt_options *o = &run->stack;
-    if (run->num_speculative_tokens > 0 && mt_options_check_drafts(run, generates, error) != 0) return -1;
-    if (generates && run->num_speculative_tokens == 0) o->mtp_num_layers = 0;
+    bool drafts = run->num_speculative_tokens > 0 && !run->score && !run->convert && !run->merge_adapter;
+    if (generates && drafts && o->mtp_num_layers == 0) o->mtp_num_layers = run->mtp_layers_stored;
+    if (drafts && mt_options_check_drafts(run, generates, error) != 0) return -1;
+    if (generates && !drafts) o->mtp_num_layers = 0;
     if (o->mtp_num_layers == 0) {
         o->mtp_use_repeated_layer = false;
         free(o->mtp_hybrid_layers), free(run->mtp_hybrid_override_pattern);
