@@ -431,7 +431,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 /* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    int64_t D = o->kv_channels, Dv = mt_value_channels(o);
     bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
     bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
     const mt_constraint rules[] = {
@@ -440,6 +440,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
          "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
          "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
          {l->cudnn_latent_channels, l->cudnn_channels, Dv, D}},
+        {!latent && Dv != D,
+         "--attention-backend cudnn needs values as wide as keys, and --value-channels is %lld, --kv-channels %lld; "
+         "use flash",
+         {Dv, D}},
         {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
          "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
          "use flash",
@@ -517,6 +521,7 @@ static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_er
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    int64_t of_tower = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1); // channels of a head; or 0
     bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
     bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
     const mt_constraint rules[] = {
@@ -531,9 +536,16 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--qk-head-dim + --qk-pos-emb-head-dim is %lld, and attention on this device takes heads of at most %lld "
          "channels",
          {D, l->head_channels}},
+        {!latent && mt_exceeds(mt_value_channels(o), l->head_channels),
+         "--value-channels is %lld, and attention on this device takes heads of at most %lld channels",
+         {mt_value_channels(o), l->head_channels}},
         {latent && mt_exceeds(o->v_head_dim, l->head_channels),
          "--v-head-dim is %lld, and attention on this device takes heads of at most %lld channels",
          {o->v_head_dim, l->head_channels}},
+        {o->position_embedding_type == MT_POSITION_RELATIVE &&
+             mt_exceeds(o->relative_attention_num_buckets, l->bias_buckets),
+         "--relative-attention-num-buckets is %lld, and attention on this device has biases for at most %lld buckets",
+         {o->relative_attention_num_buckets, l->bias_buckets}},
         {E > 0 && mt_exceeds(k, l->router_topk),
          "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
          {k, l->router_topk}},
@@ -547,7 +559,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
-         "--fp8-recipe mxfp8 runs on the CPU only so far; take --device cpu, or tensorwise"},
+         "--fp8-recipe mxfp8 runs on the CPU only so far: no GPU before Blackwell multiplies by blocks of 32, and for "
+         "Blackwell kernels are missing; take --device cpu, or tensorwise"},
         {l->no_fp8_blocks && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_128,
          "--fp8-recipe blockwise needs a GPU of compute capability 9.0 (Hopper), where cuBLASLt multiplies by blocks, "
          "or "
@@ -555,16 +568,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
-         "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->moe_router_quantile_bias,
-         "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
-         "take --device cpu"},
-        {l->no_plain && o->vision.tower != MT_VISION_NONE,
-         "a model with a vision tower runs on the CPU only so far; take --device cpu, or load the decoder by "
-         "--language-model-only"},
-        {l->no_plain && o->window_num_query_groups > 0,
-         "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
+        {mt_exceeds(of_tower, l->head_channels),
+         "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
+         "most %lld channels",
+         {of_tower, l->head_channels}},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -15973,8 +15980,9 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
     mt_slots_allocate(s, MT_KEEP, &mb->outputs[i], arena);
 }
 
-static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these two: §21
+static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these three: §21
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena);
+static int64_t mt_vision_workspace_bytes(const mt_model *m);
 
 /* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
@@ -16086,6 +16094,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace_bytes = mt_max(m->workspace_bytes, mt_largest_widths(m).workspace_bytes);
+    m->workspace_bytes = mt_max(m->workspace_bytes, mt_vision_workspace_bytes(m));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
@@ -17400,6 +17409,9 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
         memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
+        for (int64_t i = 0; i < T && mt_has_encoder(m); i++)
+            mt_decode_output(m)->encoder.host_cross[i] =
+                (mt_span){.q_start = i, .q_len = 1, .k_len = m->plan.max_inputs};
         m->ops->graph_begin(m->stream);
         mt_decode_pass(m, num_rows, true);
         step->graph = m->ops->graph_end(m->stream);
@@ -20332,10 +20344,6 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
         {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
          "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
          {o->mamba_head_dim, l->ssd_columns}},
-        {l->no_plain && o->mamba_num_groups < o->tensor_model_parallel_size,
-         "--mamba-num-groups %lld below --tensor-model-parallel-size %lld runs on the CPU only so far; take --device "
-         "cpu, or fewer tensor-parallel ranks",
-         {o->mamba_num_groups, o->tensor_model_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -21324,12 +21332,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-static int mt_cross_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    (void)o;
-    if (!l->no_plain) return 0;
-    return mt_error_set(error, "--decoder-num-layers: encoder-decoders run on the CPU only so far; take --device cpu");
-}
-
 static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .slots = mt_cross_slots,
                                             .forward = mt_cross_forward,
@@ -21338,8 +21340,7 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .attends = true,
                                             .widths = mt_cross_widths,
                                             .multiplications = mt_cross_multiplications,
-                                            .check = mt_cross_check,
-                                            .check_limits = mt_cross_check_limits};
+                                            .check = mt_cross_check};
 
 /* ==== §21 vision ================================================================================================== */
 /* The tower before a decoder of the Qwen-VL line. An image is a grid of patches; the tower is a string of layers over
@@ -21933,6 +21934,15 @@ static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena
         a->fc1 = mt_arena_alloc(arena, P * t->C * size), a->active = mt_arena_alloc(arena, P * t->C * size);
         a->out = mt_arena_alloc(arena, tokens * m->C * size), a->dout = mt_arena_alloc(arena, tokens * m->C * size);
     }
+}
+
+/* Of the stream that computes the tower: for patches, and for mergers that have M of them in a row. */
+static int64_t mt_vision_workspace_bytes(const mt_model *m) {
+    const mt_vision *t = m->vision;
+    int64_t P = m->plan.max_patches;
+    if (!t || !m->has_embedding || P == 0) return 0;
+    return mt_max(m->ops->workspace_bytes(P, t->C, t->C / t->D, t->D),
+                  m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {

@@ -1681,6 +1681,9 @@ typedef struct mt_gate_args {
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     OP(gated_norm_backward, mt_work_bytes(5 * a->T * a->H * a->D, dtype), (a, dtype, stream),                          \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
+    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
+    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
+       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)                                   \
     /* y = x z. */                                                                                                     \
     OP(multiply_forward, mt_work_bytes(3 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,         \
        mt_dtype dtype, mt_stream *stream)                                                                              \
@@ -1764,20 +1767,8 @@ typedef struct mt_sparse_attention {
     float *shares; // [block_rows, width]: sums over the heads here of the probabilities of the keys
 } mt_sparse_attention;
 
-/* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
-    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
-     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
-     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
-     * padding, are left out. */                                                                                       \
-    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
-       mt_stream *stream)                                                                                              \
-    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
-    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
-    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
-    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
-       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)
+/* Operations that the plain C backend alone has, for mt_options_check_limits to refuse elsewhere: none now. */
+#define MT_PLAIN_OPERATIONS(OP)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -1997,7 +1988,16 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless      \
      * scale[0] < 0: the step was bad. */                                                                              \
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
-       const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
+       const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)                               \
+    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
+     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
+     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
+     * padding, are left out. */                                                                                       \
+    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
+       mt_stream *stream)                                                                                              \
+    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
+    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
 
 /* The order of rows, for experts [first, first + count). num_local consecutive experts are on one rank, or on `copies`
  * ranks that share them and all receive every choice. Rows are sorted by destination, a pair of expert e and copy:
@@ -2528,6 +2528,7 @@ MT_PLAIN_OPERATIONS(MT_TIMED_TYPE)
 typedef struct mt_limits {
     bool one_attention;       // a single implementation of attention
     int64_t head_channels;    // channels of a head, of q and k or of v
+    int64_t bias_buckets;     // buckets of distances, each with a bias of attention's scores
     int64_t router_topk;      // experts of a token
     int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
@@ -2542,7 +2543,7 @@ typedef struct mt_limits {
     int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
-    bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
+    bool no_plain;                 // without MT_PLAIN_OPERATIONS, biases of attention by distance, and vision towers
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of

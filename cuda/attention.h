@@ -28,6 +28,9 @@ extern const mt_attention_rung mt_attention_cudnn;
  * since it does not repeat bit for bit. It serves heads of 128 channels in a stream with a workspace. */
 extern const mt_attention_rung mt_attention_unordered;
 
+/* For measurements: with false, sparse attention takes the mma rung on a Hopper GPU too. */
+void mt_cuda_select_on_hopper(bool on);
+
 #ifdef __cplusplus
 }
 #endif

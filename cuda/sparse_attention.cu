@@ -5,11 +5,11 @@
  * memory is [rows, T] whatever T is. On tensor cores a warp has a query: its heads are the rows of a product, whose
  * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well. The choice is
  * exact: three histograms of parts of a score's bits find the k-th greatest. Of scores that equal it the first are
- * taken, or else the choice of torch (megatron.c, section 19a): then one thread splits the row as torch does.
+ * taken, or else the choice of torch (megatron.c, section 19a): then a block splits the row as torch does.
  *
- * Attention of many queries multiplies whole tiles of keys and reads from a bit for each pair whether a query attends
- * to a key: heads share these bits, and no head reads its keys once for each query. A query of a step of generation
- * reads the keys of its list. */
+ * Attention of many queries multiplies whole tiles of keys, on the rungs of dense attention, and reads from a bit for
+ * each pair whether a query attends to a key: heads share these bits, and no head reads its keys once for each query. A
+ * query of a step of generation reads the keys of its list. */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
@@ -416,34 +416,71 @@ __device__ static void swap_keys(scored_key *x, int64_t i, int64_t j) {
     x[i] = x[j], x[j] = other;
 }
 
-/* One thread moves the k greatest of x[n] to the front as torch.topk does: see mt_select_as_torch of megatron.c. */
-__device__ static void move_greatest_as_torch(scored_key *x, int64_t n, int64_t k) {
-    int64_t first = 0, last = n;
+/* Moves the k greatest of x[n] to the front as torch.topk does: see mt_select_as_torch of megatron.c. Its split goes
+ * from both ends at once: for each m it exchanges the m-th score from the left that is not above the pivot with the
+ * m-th from the right that is not below it, as long as the first is left of the second. The block finds all of them, in
+ * left[n] and right[n], both ascending, and exchanges all pairs. */
+__device__ static void move_greatest_as_torch(scored_key *x, int *left, int *right, int n, int64_t k,
+                                              select_memory &memory) {
+    enum { EACH = 4 };
+    int first = 0, last = n;
     while (last - first > 3) {
-        int64_t a = first + 1, b = first + (last - first) / 2, c = last - 1, i = first + 1, j = last;
-        float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
-        swap_keys(x, first,
-                  of_a > of_b   ? (of_b > of_c   ? b
-                                   : of_a > of_c ? c
-                                                 : a)
-                  : of_a > of_c ? a
-                  : of_b > of_c ? c
-                                : b);
-        float pivot = x[first].score;
-        for (;; i++) {
-            while (x[i].score > pivot) i++;
-            do j--;
-            while (pivot > x[j].score);
-            if (i >= j) break;
-            swap_keys(x, i, j);
+        if (threadIdx.x == 0) {
+            int a = first + 1, b = first + (last - first) / 2, c = last - 1;
+            float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
+            swap_keys(x, first,
+                      of_a > of_b   ? (of_b > of_c   ? b
+                                       : of_a > of_c ? c
+                                                     : a)
+                      : of_a > of_c ? a
+                      : of_b > of_c ? c
+                                    : b);
         }
-        if (i <= k - 1)
-            first = i;
+        __syncthreads();
+        const float pivot = x[first].score;
+        int lefts = 0, rights = 0;
+        for (int base = first + 1; base < last; base += THREADS * EACH) {
+            const int at = base + (int)threadIdx.x * EACH;
+            bool is_left[EACH], is_right[EACH];
+            int counts = 0; // of left in the high half, of right in the low one
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                float score = at + i < last ? x[at + i].score : 0;
+                is_left[i] = at + i < last && score <= pivot, is_right[i] = at + i < last && score >= pivot;
+                counts += is_left[i] << 16 | is_right[i];
+            }
+            int before = scan_block(counts, memory) - counts;
+            int l = lefts + (before >> 16), r = rights + (before & 0xffff);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                if (is_left[i]) left[l++] = at + i;
+                if (is_right[i]) right[r++] = at + i;
+            }
+            __syncthreads(); // parts[] is complete until all threads have read it
+            if (threadIdx.x == THREADS - 1) memory.above = l, memory.equal = r;
+            __syncthreads();
+            lefts = memory.above, rights = memory.equal;
+        }
+        // The pairs to exchange are the first ones: a search in steps of `stride`, then within a step.
+        const int pairs = min(lefts, rights), stride = (pairs + THREADS - 1) / THREADS;
+        auto apart = [&](int m) { return m < pairs && left[m] < right[rights - 1 - m]; };
+        const int begin = max(__syncthreads_count(apart((int)threadIdx.x * stride)) - 1, 0) * stride;
+        int swaps = begin;
+        for (int i = (int)threadIdx.x; i - (int)threadIdx.x < stride; i += THREADS)
+            swaps += __syncthreads_count(i < stride && apart(begin + i));
+        int cut = swaps < lefts ? left[swaps] : last;
+        if (swaps > 0) cut = min(cut, right[rights - swaps]);
+        for (int m = (int)threadIdx.x; m < swaps; m += THREADS) swap_keys(x, left[m], right[rights - 1 - m]);
+        __syncthreads();
+        if (cut <= k - 1)
+            first = cut;
         else
-            last = i;
+            last = cut;
     }
-    for (int64_t i = first + 1; i < last; i++)
-        for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
+    if (threadIdx.x == 0)
+        for (int i = first + 1; i < last; i++)
+            for (int j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
+    __syncthreads();
 }
 
 enum { TIED = -2 }; // selected[0] of a row that select_ties selects
@@ -476,13 +513,15 @@ __global__ void __launch_bounds__(THREADS)
     write_selected(selected, scores, keys.count, bound, places, memory);
 }
 
-/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, columns]. */
+/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, 2 columns], for
+ * scores with their keys, then for positions. */
 template <class E>
 __global__ void __launch_bounds__(THREADS)
     select_ties(const indexer_task<E> task, int32_t *selected_rows, scored_key *ties) {
     __shared__ select_memory memory;
     const int64_t k = task.topk;
-    scored_key *x = ties + (int64_t)blockIdx.x * task.columns;
+    scored_key *x = ties + (int64_t)blockIdx.x * 2 * task.columns;
+    int *left = (int *)(x + task.columns), *right = left + task.columns;
     for (int64_t i = blockIdx.x; i < task.rows; i += gridDim.x) {
         int64_t t = task.query(i);
         int32_t *selected = selected_rows + (t - task.first_row) * k;
@@ -492,7 +531,7 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t n = task.length(keys);
         for (int64_t j = threadIdx.x; j < n; j += THREADS) x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
         __syncthreads(); // all threads have read selected[0]
-        if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
+        move_greatest_as_torch(x, left, right, (int)n, k, memory);
         for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
         __syncthreads();
         for (int64_t j = threadIdx.x; j < k; j += THREADS) scores[x[j].key] = 1;
@@ -507,11 +546,11 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
     bool torch = a->ties == MT_TIES_TORCH;
     int64_t rows = a->rows < MT_CUDA_INDEXER_ROWS ? a->rows : MT_CUDA_INDEXER_ROWS, blocks = rows;
     if (blocks > MT_CUDA_INDEXER_BLOCKS) blocks = MT_CUDA_INDEXER_BLOCKS;
-    while (rows > 1 && (rows + 2 * blocks) * of_row > stream->workspace_bytes) {
+    while (rows > 1 && (rows + 4 * blocks) * of_row > stream->workspace_bytes) {
         rows = mt_divide_up(rows, 2);
         if (blocks > rows) blocks = rows;
     }
-    float *scores = (float *)mt_cuda_workspace(stream, (rows + (torch ? 2 * blocks : 0)) * of_row);
+    float *scores = (float *)mt_cuda_workspace(stream, (rows + (torch ? 4 * blocks : 0)) * of_row);
     scored_key *ties = torch ? (scored_key *)(scores + rows * columns) : NULL;
     indexer_task<E> task = task_of<E>(a);
     task.scores = scores, task.columns = columns, task.least = a->topk;
@@ -736,18 +775,25 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
     }
 }
 
+static bool on_hopper = true;
+
+extern "C" void mt_cuda_select_on_hopper(bool on) {
+    on_hopper = on;
+}
+
 /* Enqueues the bits of all query rows. */
 static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stream) {
     const mt_spans *spans = &a->attention.spans;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     int64_t rows = 0, longest = 1;
     for (int64_t s = 0; s < spans->count; s++) {
         if (spans->host[s].q_start + spans->host[s].q_len > rows) rows = spans->host[s].q_start + spans->host[s].q_len;
         if (spans->host[s].k_len > longest) longest = spans->host[s].k_len;
     }
     selection.words = mt_cuda_selection_words(longest);
-    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, rows * selection.words * 8);
-    selection.bits = (const uint64_t *)bits;
+    int64_t words = rows * selection.words;
+    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, words * 8 + (int64_t)sizeof *selection.counter);
+    selection.bits = (const uint64_t *)bits, selection.counter = (int *)(selection.bits + words);
     selection_bits<<<(unsigned)rows, THREADS, 0, mt_cuda_stream(stream)>>>(bits, selection.words, a->selected, a->topk,
                                                                            spans->device, spans->count);
     MT_CUDA_LAUNCHED();
@@ -757,9 +803,10 @@ static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stre
 extern "C" void mt_cuda_sparse_attention_forward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     if (dtype != MT_F32 && has_rows(&call->spans) && call->dropout.p <= 0) {
         selection = make_selection(a, stream);
+        if (on_hopper && mt_selected_hopper_forward(call, &selection, dtype, stream)) return;
         if (mt_selected_mma_forward(call, &selection, dtype, stream)) return;
     }
     mt_selected_naive_forward(call, &selection, dtype, stream);
@@ -769,8 +816,9 @@ extern "C" void mt_cuda_sparse_attention_backward(const mt_sparse_attention *a, 
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
     mt_selection selection = make_selection(a, stream);
-    if (!mt_selected_mma_backward(call, &selection, dtype, stream))
-        mt_selected_naive_backward(call, &selection, dtype, stream);
+    if (on_hopper && mt_selected_hopper_backward(call, &selection, dtype, stream)) return;
+    if (mt_selected_mma_backward(call, &selection, dtype, stream)) return;
+    mt_selected_naive_backward(call, &selection, dtype, stream);
 }
 
 /* ---- the target of the loss -------------------------------------------------------------------------------------- */

@@ -3,6 +3,7 @@
  * that neighbours share none: the worst case for kernels that pass over tiles.
  *
  *   usage: bench_cuda_sparse [TOKENS...] (8192 32768) */
+#include "../cuda/attention.h"
 #include "../megatron.h"
 
 #include <stdio.h>
@@ -81,13 +82,22 @@ static void bench(int64_t T) {
     dense.row_dot = row_dot, dense.q_stride = dense.k_stride = HEADS * D, dense.v_stride = HEADS * DV;
     dense.out_stride = HEADS * DV, dense.spans = spans, dense.scale = 0.072f;
     double dense_ms = measure(dense_forward, &dense), dense_back = measure(dense_backward, &dense);
+    indexer.ties = MT_TIES_FIRST;
+    double indexer_first_ms = measure(indexer_forward, &indexer);
+    indexer.ties = MT_TIES_TORCH;
     double indexer_ms = measure(indexer_forward, &indexer);
     mt_sparse_attention sparse = {.attention = dense, .selected = selected, .topk = TOPK};
-    double sparse_ms = measure(sparse_forward, &sparse), sparse_back = measure(sparse_backward, &sparse);
-    printf("%lld tokens, %d keys: dense forward %.2f ms, backward %.2f ms; indexer %.2f ms, sparse forward %.2f ms, "
-           "backward %.2f ms; forward with the indexer %.2f times dense\n",
-           (long long)T, TOPK, dense_ms, dense_back, indexer_ms, sparse_ms, sparse_back,
-           dense_ms / (indexer_ms + sparse_ms));
+    printf("%lld tokens, %d keys: dense forward %.2f ms, backward %.2f ms; indexer %.2f ms, %.2f ms with the first of "
+           "equal scores\n",
+           (long long)T, TOPK, dense_ms, dense_back, indexer_ms, indexer_first_ms);
+    for (int hopper = 0; hopper < 2; hopper++) { // the mma rung, and the fastest
+        mt_cuda_select_on_hopper(hopper);
+        double sparse_ms = measure(sparse_forward, &sparse), sparse_back = measure(sparse_backward, &sparse);
+        printf(
+            "  %s: sparse forward %.2f ms, backward %.2f ms; forward %.2f times dense, with the indexer %.2f times\n",
+            hopper ? "the fastest rung" : "the mma rung", sparse_ms, sparse_back, dense_ms / sparse_ms,
+            dense_ms / (indexer_ms + sparse_ms));
+    }
     fflush(stdout);
     for (int all = 0; all < 2; all++) { // the last block, which sees the most keys
         sparse.block = indexer.block = T - ROWS, sparse.block_rows = indexer.block_rows = ROWS;

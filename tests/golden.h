@@ -159,11 +159,6 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
     close_family(&f);
 }
 
-/* True if the backend computes a family. */
-__attribute__((unused)) static bool runs(const char *family) {
-    return !backend->limits.no_plain || !needs_the_cpu(family);
-}
-
 /* The relative error that a gradient's norm may have: transformers computes the gated delta rule and Mamba-2 in float32
  * whatever the model's type. */
 __attribute__((unused)) static double linear_attention_error(const char *family, double otherwise) {
