@@ -77,7 +77,7 @@ template <int D, int DV, bool SELECTS> struct forward_worker {
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
     int64_t span_query; // row of the span's first query
-    selected_columns<KEYS> selected;
+    const mt_selection *selection;
 
     __device__ __forceinline__ mt_ring<1> q_ring() const {
         return {at + size::Q_RING};
@@ -101,10 +101,9 @@ template <int D, int DV, bool SELECTS> struct forward_worker {
         mt_wgmma_fence();
         multiply_weights<DV, KEYS>(out, weights, at + size::V + n % STAGES * size::V_TILE);
     }
-    __device__ __forceinline__ void select(const mt_selection &selection, int key) {
-        if constexpr (SELECTS) select_keys_of_rows(selected, selection, span_query + row, seen.q_len - row, key);
-    }
     template <int PENDING> __device__ __forceinline__ void weigh_scores(int n, int key) {
+        selected_columns<KEYS> selected;
+        if constexpr (SELECTS) select_keys_of_rows(selected, *selection, span_query + row, seen.q_len - row, key);
         mt_wgmma_wait<PENDING>();
         mt_wgmma_hold(score[0]);
         k_ring().release(n);
@@ -119,10 +118,9 @@ template <int D, int DV, bool SELECTS> struct forward_worker {
     }
 
     /* Processes a non-empty range of keys, whose tiles are ring uses n, n + 1, ... Returns the next use number. */
-    __device__ __forceinline__ int walk(const mt_selection &selection, const range &keys, int n, int round) {
+    __device__ __forceinline__ int walk(const range &keys, int n, int round) {
         int key = keys.first / KEYS * KEYS;
         start_scores(n);
-        select(selection, key);
         weigh_scores<0>(n, key);
         pack_weights<bf16>(weights, score);
         for (key += KEYS; key < keys.end; key += KEYS) {
@@ -131,7 +129,6 @@ template <int D, int DV, bool SELECTS> struct forward_worker {
             start_scores(n);
             start_outputs(n - 1);
             if (TURNS) turn_pass(group);
-            select(selection, key);
             weigh_scores<1>(n, key);
             finish_outputs(n - 1);
             scale_rows(out, shrink);
@@ -158,7 +155,7 @@ __device__ __forceinline__ void forward_work(const flash_task<bf16> &task, char 
     forward_worker<D, DV, SELECTS> worker;
     worker.at = mt_shared_address(memory), worker.group = threadIdx.x / WARPGROUP - 1;
     worker.q_tile = worker.at + worker.group * 64 * 128;
-    worker.scale = shape.scale * LOG2_E;
+    worker.scale = shape.scale * LOG2_E, worker.selection = &task.selection;
     int n = 0;
     if (worker.TURNS) turns_begin(worker.group);
     for (int round = 0;; round++) {
@@ -172,7 +169,7 @@ __device__ __forceinline__ void forward_work(const flash_task<bf16> &task, char 
         softmax_begin(worker.state);
         worker.q_ring().wait_filled(round);
         if (keys.first < keys.end)
-            n = worker.walk(task.selection, keys, n, round);
+            n = worker.walk(keys, n, round);
         else
             worker.q_ring().release(round);
         const int64_t query = t.span.q_start + worker.row;

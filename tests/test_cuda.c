@@ -1722,19 +1722,17 @@ static const int64_t indexer_shapes[][MAX_SIZES] = {
     {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},  {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
     {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},      {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
     {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0}, {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
-    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
+    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {333, 64, 128, 17, CONTINUED, MT_TIES_FIRST, 0, 0},
+    {333, 32, 128, 17, FULL, MT_TIES_TORCH, 0, 100},  {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
     {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},      {0}};
-static const int64_t indexer_loss_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 0, 0, 0},
-                                                         {200, 64, 128, 32, ONE, 1, 0, 128},
-                                                         {200, 64, 128, 32, ONE, 0, 100, 64},
-                                                         {150, 3, 33, 5, PACKED, 1, 0, 64},
-                                                         {150, 3, 33, 5, PACKED, 0, 20, 0},
-                                                         {100, 130, 24, 7, ONE, 1, 30, 0},
-                                                         {90, 20, 40, 9, CONTINUED, 1, 0, 0},
-                                                         {150, 16, 64, 5, PACKED, 1, 0, 0},
-                                                         {0}};
+static const int64_t indexer_loss_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 1, ONE, 1, 0, 0},          {40, 4, 16, 6, ONE, 1, 0, 0},
+    {40, 4, 16, 6, ONE, 0, 0, 0},        {200, 64, 128, 32, ONE, 1, 0, 128},
+    {200, 64, 128, 32, ONE, 0, 100, 64}, {300, 32, 128, 20, PACKED, 1, 0, 192},
+    {200, 64, 64, 9, ONE, 1, 30, 64},    {90, 48, 128, 9, CONTINUED, 1, 0, 0},
+    {150, 3, 33, 5, PACKED, 1, 0, 64},   {150, 3, 33, 5, PACKED, 0, 20, 0},
+    {100, 130, 24, 7, ONE, 1, 30, 0},    {90, 20, 40, 9, CONTINUED, 1, 0, 0},
+    {150, 16, 64, 5, PACKED, 1, 0, 0},   {0}};
 static const int64_t sparse_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
                                                    {40, 2, 2, 16, 8, 6, ONE, 0},
                                                    {300, 4, 2, 64, 64, 40, ONE, 0},
@@ -1772,9 +1770,13 @@ static const int64_t sparse_decode_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE
                                                           {150, 2, 2, 128, 128, 20, CONTINUED, 0},
                                                           {0}};
 static const int64_t shares_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 8, 0, 1, ONE, 1},        {40, 4, 4, 24, 0, 6, ONE, 1},        {40, 4, 2, 33, 0, 6, ONE, 0},
-    {200, 3, 3, 192, 128, 20, ONE, 1}, {200, 3, 3, 192, 64, 20, ONE, 0},    {150, 2, 1, 40, 64, 5, PACKED, 1},
-    {150, 2, 2, 64, 0, 5, PACKED, 0},  {90, 2, 2, 16, 10, 5, CONTINUED, 1}, {0}};
+    {1, 1, 1, 8, 0, 1, ONE, 1},          {40, 4, 4, 24, 0, 6, ONE, 1},
+    {40, 4, 2, 33, 0, 6, ONE, 0},        {200, 3, 3, 192, 128, 20, ONE, 1},
+    {200, 3, 3, 192, 64, 20, ONE, 0},    {150, 2, 1, 40, 64, 5, PACKED, 1},
+    {150, 2, 2, 64, 0, 5, PACKED, 0},    {90, 2, 2, 16, 10, 5, CONTINUED, 1},
+    {150, 2, 1, 64, 64, 5, PACKED, 1},   {200, 4, 2, 128, 100, 20, PACKED, 1},
+    {700, 3, 3, 128, 500, 20, ONE, 1},   {140, 2, 2, 64, 40, 5, SHARED_KEYS, 1},
+    {100, 2, 2, 64, 30, 5, FEW_KEYS, 1}, {0}};
 
 static const int64_t merge_shapes[][MAX_SIZES] = {
     {1, 1, 0, 0, 8, 0, ONE, 0},       {100, 4, 0, 1, 64, 0, ONE, 8},    {129, 3, 1, 0, 128, 0, PACKED, 0},
