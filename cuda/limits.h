@@ -65,6 +65,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->delta_channels = half ? MT_CUDA_DELTA_CHANNELS / 2 : MT_CUDA_DELTA_CHANNELS, limits->no_delta = least;
     limits->ssd_rows = least ? MT_CUDA_SSD_ROWS / 2 : MT_CUDA_SSD_ROWS;
     limits->ssd_columns = half ? MT_CUDA_SSD_COLUMNS / 2 : MT_CUDA_SSD_COLUMNS;
+    limits->no_plain = true;
 }
 
 /* Bytes of the arrays of delta_rule.cu for some chunks of 64 tokens and value heads. */

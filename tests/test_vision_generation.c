@@ -1,5 +1,5 @@
 /* test_vision_generation.c: tiny models with a vision tower generate from texts and pictures as Hugging Face
- * transformers does, alone and in a batch. */
+ * transformers does, alone and in a batch; and again on a GPU where one answers. */
 // Sections of megatron.c: §16 §21
 #include "vision_greedy.h"
 
@@ -140,5 +140,7 @@ int main(void) {
         cmocka_unit_test(images_move_with_the_tokens_of_their_adapter),
         cmocka_unit_test(a_picture_that_cannot_be_read_ends_the_generation_with_its_error),
     };
-    return cmocka_run_group_tests_name("generation from texts and pictures", tests, NULL, NULL);
+    int failures = cmocka_run_group_tests_name("generation from texts and pictures", tests, NULL, NULL);
+    if (!take_gpus(&mt_grid_of_one.world)) return failures;
+    return failures + cmocka_run_group_tests_name("generation on a GPU", tests, NULL, NULL);
 }

@@ -101,7 +101,7 @@ static mt_model *open_generation(mt_run_options *options, const char *name, cons
     mt_model_plan plan = {.max_tokens = sizes->prefill, .page_rows = sizes->page_rows};
     plan.max_image_tokens = sizes->image_tokens, plan.max_patches = 32;
     mt_plan_generation(&plan, sizes->sequences, LONGEST + NEW_TOKENS, sizes->cache_tokens);
-    if (mt_model_create(&model, &options->stack, grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&model, &options->stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(model, options, &state, options->load, &error) != 0) fail_msg("%s", error.text);
     return model;
 }
