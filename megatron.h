@@ -2543,7 +2543,7 @@ typedef struct mt_limits {
     int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
-    bool no_plain;                 // without MT_PLAIN_OPERATIONS, biases of attention by distance, and vision towers
+    bool no_plain;                 // without MT_PLAIN_OPERATIONS
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
