@@ -214,7 +214,7 @@ heads_without_gpu_kernels_are_not_planned() {
     for gpus in 1 8; do
         set -- "$train" --mock-data --bf16 --seq-length 32 --global-batch-size 8 --train-iters 3 --lr 1e-4 --plan \
             --gpu h200 --gpus $gpus
-        refused "no layout of $gpus GPUs is legal: --kv-channels is 264, and attention on this device takes heads" "$@" \
+        refused "no layout of $gpus GPUs is legal: --kv-channels is 264, and attention on this device takes" "$@" \
             --num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 160 --kv-channels 264 || return 1
         "$@" --load tests/golden/hf/mimo_v2_flash --finetune >"$work/out" 2>"$work/err" && says '^1\. ' "$work/out" ||
             return 1
