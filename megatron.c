@@ -7989,6 +7989,7 @@ typedef struct mt_vision {
     struct mt_vision_scratch *scratch;
     char *staged[2]; // as mt_model.staged_batch
     int64_t block_bytes;
+    void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
 } mt_vision;
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
@@ -8874,7 +8875,7 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, x, dout} : (mt_deferred){0};
 }
 
-static bool mt_has_images(const mt_pass *p); // these two: §21
+static bool mt_has_coordinates(const mt_pass *p); // these two: §21
 static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row);
 
 /* RoPE of a layer for the tokens from `first_row` on. */
@@ -8882,7 +8883,7 @@ static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const 
     bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
     mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
-    if (which == MT_ROPE_MODEL && mt_has_images(p)) return mt_vision_rotation(m, p, first_row);
+    if (which == MT_ROPE_MODEL && mt_has_coordinates(p)) return mt_vision_rotation(m, p, first_row);
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
                          .positions = p->batch->positions + first_row,
@@ -11681,6 +11682,7 @@ typedef struct mt_output {
 /* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
 typedef struct mt_vision_batch {
     int64_t num_patches, num_tokens; // P; tokens that they become; 0: the micro-batch has no image
+    bool has_coordinates;            // the decoder's tokens rotate by rope_cos, rope_sin
     char *memory;                    // on the device, of the arrays to token_rows
     float *rope_cos, *rope_sin;      // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
     int32_t *numbers;                // [max(T, P)] 0, 1, 2 ...
@@ -12236,7 +12238,8 @@ static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t 
     return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
 }
 
-static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer); // these five: §21
+static bool mt_has_images(const mt_pass *p); // these six: §21
+static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer);
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x);
 static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx);
 static void mt_vision_forward(mt_model *m, const mt_pass *p);
@@ -12308,17 +12311,19 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
  * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
- * results do not depend on the layout; generation and evaluation use no modules. Beside a policy loss the modules have
- * the loss of pre-training, on the tokens that count there. */
+ * results do not depend on the layout; evaluation uses no modules. Beside a policy loss the modules have the loss of
+ * pre-training, on the tokens that count there. In generation they draft tokens (mt_model_draft), with a cache of keys
+ * and values for each depth; depths beyond the last module repeat it. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;   // modules of this rank, or depths of its repeated module
-    mt_batch rolled; // on the host: a micro-batch shifted by k tokens
-    float *weights;  // on the host: weights of the tokens of `rolled`
-    float *logp;     // [max_logits]
-    void *dhidden;   // [R, C] gradient of a module's input hidden state
-    void *djoined;   // [R, 2C]
+    int64_t count;                  // modules of this rank, or depths of its repeated module
+    mt_batch rolled;                // on the host: a micro-batch shifted by k tokens
+    float *weights;                 // on the host: weights of the tokens of `rolled`
+    float *logp;                    // [max_logits]
+    void *dhidden;                  // [R, C] gradient of a module's input hidden state
+    void *djoined;                  // [R, 2C]
+    void *cache[MT_MAX_MTP_LAYERS]; // of depth k with drafts: [cache_rows, C] its input hidden states
 } mt_mtp;
 
 /* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
@@ -12384,7 +12389,7 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
 
 /* True if this is a further depth of the module before it, with that module's parameters. */
 static bool mt_mtp_repeats(const mt_model *m, const mt_layer *w) {
-    return w->number > m->options->num_layers && m->options->mtp_use_repeated_layer;
+    return w->number >= m->options->num_layers + mt_num_mtp_modules(m->options);
 }
 
 /* Gives all depths of a repeated module the parameters of the first, whenever their pointers change. */
@@ -12995,7 +13000,7 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     void *input = mt_chunk_input(m, p);
     int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
     if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
-    if (stage->embedding && m->vision) mt_vision_forward(m, p);
+    if (stage->embedding && m->vision && !p->decode) mt_vision_forward(m, p); // mt_model_see keeps its features
     if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
     if (stage->embedding && mt_has_images(p)) mt_vision_add(m, p, 0, input);
     if (encodes) mt_encoder_forward(m, &encoder);
@@ -14145,6 +14150,8 @@ static void mt_plan_buckets(mt_model *m) {
         m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
         m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
     }
+    for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
+        m->mtp->cache[depth] = mt_arena_alloc(cache, m->plan.cache_rows * m->C * mt_dtype_size(m->dtype));
     m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used, m->bytes[MT_PLAN_CACHE] = cache->used;
 }
@@ -16006,6 +16013,11 @@ static int64_t mt_widest_row(const mt_model *m) {
     return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
 }
 
+/* Rows of logits of a decode step: those behind each sequence's last token and behind its drafts. */
+static int64_t mt_decode_rows(const mt_model_plan *plan) {
+    return plan->cache_sequences * (1 + plan->num_drafts);
+}
+
 /* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
@@ -16015,7 +16027,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     }
     if (ranks > 1 && m->has_loss) {
         m->loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
-        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
+        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, mt_decode_rows(&m->plan)) * m->V * size;
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
@@ -16097,7 +16109,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
-    if (m->mtp->count > 0) {
+    if (m->mtp->count > 0 && m->plan.train) {
         m->mtp->logp = mt_arena_alloc(arena, rows * 4);
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
@@ -16317,7 +16329,8 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
         m->stages[chunk] = all[chunk * pp + rank];
-        if (!m->plan.train) m->stages[chunk].num_mtp = 0;
+        if (!m->plan.train && m->stages[chunk].num_mtp > 0)
+            m->stages[chunk].num_mtp = m->plan.num_drafts > 0 ? mt_max(o->mtp_num_layers, m->plan.num_drafts) : 0;
         m->mtp->count += m->stages[chunk].num_mtp;
         m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers + m->stages[chunk].num_mtp;
         m->has_embedding |= m->stages[chunk].embedding;
@@ -16927,7 +16940,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->host_optimizer) mt_host_optimizer_start(m);
     if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
-    if (m->mtp->count > 0) {
+    if (m->mtp->count > 0 && m->plan.train) {
         mt_batch_alloc(&m->mtp->rolled, m->plan.max_tokens * m->grid->context.size);
         m->mtp->weights = mt_model_calloc(m, m->plan.max_tokens * m->grid->context.size * 4);
     }
@@ -17317,6 +17330,9 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     if (logits) mt_logits_to_host(m, m->last_forward.mb->outputs[0].logits, logits, T, true);
 }
 
+static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch,
+                                  const mt_batch_block *block); // §21
+
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
@@ -17328,6 +17344,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         mb->context = NULL; // every context-parallel rank computes the whole batch
         mb->adapter_rows = batch->adapter_rows;
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
+        if (m->vision) mt_vision_decode_load(m, mb, batch, &block);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
@@ -17337,6 +17354,17 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
 /* The micro-batch of the last chunk in a decode pass. */
 static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_find(m, m->num_chunks - 1, -1);
+}
+
+/* Keeps the final norm of all tokens of a decode pass for the first module of multi-token prediction. */
+static void mt_draft_keep(mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->outputs[0];
+    mt_bucket_acquire(m, m->output_bucket);
+    mt_norm_residual_forward(m, p, &m->outer.final_norm, &out->norm, out->hidden);
+    mt_bucket_release(m, m->output_bucket);
+    m->ops->scatter_rows(&(mt_row_args){p->T, m->C, p->batch->cache_rows, .from = out->norm.y, .to = m->mtp->cache[0],
+                                        .from_stride = m->C},
+                         m->dtype, p->stream);
 }
 
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step's row i is token i. */
@@ -17351,6 +17379,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
     }
+    if (m->plan.num_drafts > 0 && m->has_loss) mt_draft_keep(m, &p);
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     void *hidden = p.mb->outputs[0].hidden;
     void *chosen = mt_residual_is_wide(m) ? m->scratch.widened : m->scratch.block_out;
@@ -17374,6 +17403,7 @@ static bool mt_forward_is_own(const mt_model *m) {
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const int32_t *rows, int64_t num_rows) {
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
+    if (batch->image_rows.any) return false; // the host computes the cosines of each token
     if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
     if (batch->adapter_rows && batch->adapter_rows[m->plan.num_adapters] > 0) return false; // the rows of each differ
     for (int64_t i = 0; i < batch->num_tokens; i++)
@@ -17417,14 +17447,12 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_logits_to_host(m, mt_decode_output(m)->outputs[0].logits, logits, num_rows, true);
 }
 
-void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
-                            mt_sampled *sampled) {
+/* Samples from rows of this rank's part of the logits with m->uniforms; every rank of the model gets the tokens. */
+static void mt_logits_sample(mt_model *m, void *logits, int64_t num_rows, const mt_sampling *sampling,
+                             mt_sampled *sampled) {
     int64_t ranks = m->grid->tensor.size, bytes = num_rows * (int64_t)sizeof *sampled;
-    void *logits = mt_decode_output(m)->outputs[0].logits, *whole = ranks > 1 ? m->whole_logits : logits;
-    MT_CHECK(ranks == 1 || num_rows <= m->plan.cache_sequences);
-    if (sampling->temperature > 0) m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
-    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    void *whole = ranks > 1 ? m->whole_logits : logits;
+    MT_CHECK(ranks == 1 || num_rows <= mt_decode_rows(&m->plan));
     if (m->has_loss && num_rows > 0) {
         if (ranks > 1) mt_logits_gather(m, whole, logits, num_rows);
         mt_sample_args a = {num_rows, ranks * m->V, m->options->vocab_size, sampling, whole, m->uniforms, m->sampled};
@@ -17432,6 +17460,55 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
     }
     mt_copy_wait(m, m->staged_logits, m->sampled, bytes); // pinned memory
     mt_broadcast_from_last_stage(m, memcpy(sampled, m->staged_logits, (size_t)bytes), bytes);
+}
+
+void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
+                            mt_sampled *sampled) {
+    if (sampling->temperature > 0) m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
+    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    mt_logits_sample(m, mt_decode_output(m)->outputs[0].logits, num_rows, sampling, sampled);
+}
+
+/* Module k = `depth` of multi-token prediction on a batch whose token at position t is token t + k + 1 of its sequence:
+ * reads the hidden states that the model, or the module before, has kept in the cache, keeps its own, and gives logits
+ * of token t + k + 2, as training does. Ranks without the loss compute nothing. Returns the logits. */
+static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, const int32_t *cache_rows,
+                           const int32_t *rows, int64_t num_rows) {
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_micro_batch *mb = mt_decode_output(m);
+    const mt_output *out = &mb->outputs[1 + depth];
+    if (!m->has_loss) return NULL;
+    mt_pass p = mt_pass_begin(m, mb), chosen;
+    p.decode = true, p.adapter_rows = mb->adapter_rows;
+    p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0;
+    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], (char *)mb->batch.labels - mb->device_batch, m->stream);
+    int64_t layer = mt_mtp_index(m, &p, depth);
+    const mt_layer *w = mt_mtp_layer(m, &p, depth);
+    mt_activations *a = mt_values_of(m, &p, layer);
+    void *hidden = mb->outputs[depth].norm.y;
+    m->ops->gather_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = m->mtp->cache[depth], .to = hidden},
+                        m->dtype, p.stream);
+    mt_scale(m, &p, hidden, mt_head_scale(m)); // as mt_head_forward
+    mt_embed_forward(m, &p, out->embedded, p.batch->tokens, w->number);
+    mt_bucket_acquire(m, w->bucket);
+    mt_mtp_join_forward(m, &p, depth, mt_residual_begin(m, a->input));
+    mt_residual_finish(m, &p, a->input);
+    mt_layers_forward(m, &p, layer, layer + 1, (mt_layer_result){.out = out->hidden},
+                      (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+    mt_bucket_release(m, w->bucket);
+    if (depth + 1 < m->plan.num_drafts)
+        m->ops->scatter_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = out->norm.y,
+                                            .to = m->mtp->cache[depth + 1], .from_stride = m->C},
+                             m->dtype, p.stream);
+    if (num_rows == 0) return out->logits;
+    mt_output head = *out;
+    head.norm.y = m->scratch.block_out, chosen = p;
+    m->ops->gather_rows(&(mt_row_args){num_rows, m->C, p.batch->logit_rows, .from = out->norm.y, .to = head.norm.y},
+                        m->dtype, p.stream);
+    chosen.T = chosen.tp.T = chosen.rows = chosen.tp.rows = num_rows;
+    mt_head_forward(m, &chosen, &head);
+    return out->logits;
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
@@ -17449,6 +17526,10 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
                 m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
                                     copy->rows * bytes[i], m->stream);
     }
+    for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
+        m->ops->memory_copy(mt_at(m->mtp->cache[depth], copy->to * m->C, m->dtype),
+                            mt_at(m->mtp->cache[depth], copy->from * m->C, m->dtype),
+                            copy->rows * m->C * mt_dtype_size(m->dtype), m->stream);
 }
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
@@ -17517,10 +17598,19 @@ typedef struct mt_cache_slot {
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
     int64_t adapter;  // mt_sequence.adapter of the tokens
+    /* with drafts */
+    int64_t num_drafts;  // tokens of the forward at hand that are drafts, the last of num_cached
+    int64_t num_drafted; // tokens that all modules have read
+    int64_t num_shared;  // tokens in pages of another text, which the modules do not read again
     /* with states, which stand after a number of tokens; 0: no state */
     int64_t state_tokens; // the running state, before the forward at hand
     int64_t kept_tokens;  // the kept state
     int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
+    /* with images: those of the tokens, and of a sequence that runs the rows of features that it reads */
+    mt_sequence_image *images; // [num_images], of images_capacity
+    int64_t num_images, images_capacity;
+    int64_t first_feature, num_features; // num_features 0: all their tokens are read
+    int64_t first_image;                 // whose features are the first
 } mt_cache_slot;
 
 /* A forward as it was filled: see mt_batcher_order. */
@@ -17528,6 +17618,7 @@ typedef struct mt_added {
     mt_span *spans;
     int64_t *adapters;                                // of the spans
     int32_t *tokens, *positions, *cache_rows, *moved; // moved: the new row of each
+    int32_t *features, *coordinates;                  // with images
     int32_t *logit_rows;
     int64_t *logit_sequences;
 } mt_added;
@@ -17548,8 +17639,8 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
-        b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
-        b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
+        b->logit_rows = mt_arena_alloc(&arena, (slots * (1 + plan->num_drafts) + plan->max_viewed) * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, (slots * (1 + plan->num_drafts) + plan->max_viewed) * 8);
         b->begun = mt_arena_alloc(&arena, slots * 8);
         if (plan->num_adapters > 0) {
             b->batch.adapter_rows = mt_arena_alloc(&arena, (plan->num_adapters + 1) * 8);
@@ -17561,6 +17652,12 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
             added->tokens = mt_arena_alloc(&arena, T * 4), added->positions = mt_arena_alloc(&arena, T * 4);
             added->cache_rows = mt_arena_alloc(&arena, T * 4), added->moved = mt_arena_alloc(&arena, T * 4);
             added->logit_rows = mt_arena_alloc(&arena, T * 4);
+            added->features = mt_arena_alloc(&arena, T * 4), added->coordinates = mt_arena_alloc(&arena, 3 * T * 4);
+        }
+        if (plan->max_image_tokens > 0) {
+            b->batch.image_rows.features = mt_arena_alloc(&arena, plan->max_tokens * 4);
+            b->batch.image_rows.coordinates = mt_arena_alloc(&arena, 3 * plan->max_tokens * 4);
+            b->seen = mt_arena_alloc(&arena, plan->max_image_tokens * (int64_t)sizeof *b->seen);
         }
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
@@ -17577,6 +17674,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
 
 void mt_batcher_destroy(mt_batcher *b) {
     if (!b) return;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) free(b->slots[s].images);
     free(b->slots); // the block's start
     mt_batch_free(&b->batch);
     free(b);
@@ -17595,6 +17693,8 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
         if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+    s->num_features = 0;
+    s->num_drafted = mt_min(s->num_drafted, tokens), s->num_shared = mt_min(s->num_shared, tokens);
     if (s->state_tokens > tokens) s->state_tokens = 0;
     if (s->kept_tokens > tokens) s->kept_tokens = 0;
     if (s->keep_at > tokens) s->keep_at = 0;
@@ -17637,6 +17737,103 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
+/* Pages for the drafts of running sequence i, as far as there are free ones; the other drafts are dropped. */
+static void mt_batcher_grow_drafts(mt_batcher *b, mt_sequence *sequence) {
+    mt_cache_slot *s = &b->slots[sequence->slot];
+    int64_t rows = b->plan.page_rows, wanted = s->num_cached + 1 + sequence->num_drafts;
+    while (s->num_pages * rows < wanted && mt_pages_reserve(b, 1))
+        mt_cache_slot_add_page(b, sequence->slot, b->free_pages[--b->num_free]);
+    sequence->num_drafts -= mt_max(wanted - s->num_pages * rows, 0);
+}
+
+/* ---- images of sequences */
+
+/* Tokens of an image. */
+static int64_t mt_image_size(const mt_batcher *b, const mt_sequence_image *image) {
+    return image->grid.height * image->grid.width / (b->plan.merge_size * b->plan.merge_size);
+}
+
+static int64_t mt_sequence_num_images(const mt_sequence *sequence) {
+    return sequence->images ? sequence->images->count : 0;
+}
+
+static bool mt_images_equal(const mt_sequence_image *a, const mt_sequence_image *b) {
+    return a->first == b->first && a->grid.height == b->grid.height && a->grid.width == b->grid.width &&
+           a->key == b->key;
+}
+
+/* The number of leading tokens, of at most `limit`, before the first image that is in one of two texts alone. */
+static int64_t mt_images_common(const mt_sequence_image *a, int64_t num_a, const mt_sequence_image *b, int64_t num_b,
+                                int64_t limit) {
+    int64_t i = 0;
+    while (i < mt_min(num_a, num_b) && mt_images_equal(&a[i], &b[i])) i++;
+    if (i < num_a) limit = mt_min(limit, a[i].first);
+    return i < num_b ? mt_min(limit, b[i].first) : limit;
+}
+
+/* The slot's text has the images of a sequence now. */
+static void mt_cache_slot_set_images(mt_cache_slot *s, const mt_sequence *sequence) {
+    s->num_images = mt_sequence_num_images(sequence);
+    if (s->num_images > s->images_capacity) {
+        s->images_capacity = s->num_images;
+        s->images = mt_realloc(s->images, s->images_capacity * (int64_t)sizeof *s->images);
+    }
+    for (int64_t i = 0; i < s->num_images; i++) s->images[i] = sequence->images->items[i];
+}
+
+/* The first row of `count` rows of features next to one another that no slot has; -1: there are none. */
+static int64_t mt_features_find(const mt_batcher *b, int64_t count) {
+    for (int64_t s = -1; s < b->plan.max_sequences; s++) { // at the start, or behind the rows of a slot
+        int64_t first = s < 0 ? 0 : b->slots[s].first_feature + b->slots[s].num_features;
+        bool is_free = first + count <= b->plan.max_image_tokens && (s < 0 || b->slots[s].num_features > 0);
+        for (const mt_cache_slot *o = b->slots; o < b->slots + b->plan.max_sequences && is_free; o++)
+            is_free = o->num_features == 0 || o->first_feature >= first + count ||
+                      o->first_feature + o->num_features <= first;
+        if (is_free) return first;
+    }
+    return -1;
+}
+
+/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it, which the
+ * model is to compute. False: too few rows are free. */
+static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t common) {
+    int64_t first = 0, count = 0;
+    while (first < s->num_images && s->images[first].first + mt_image_size(b, &s->images[first]) <= common) first++;
+    for (int64_t i = first; i < s->num_images; i++) count += mt_image_size(b, &s->images[i]);
+    if (count == 0) return true;
+    MT_CHECK(count <= b->plan.max_image_tokens);
+    int64_t row = mt_features_find(b, count);
+    if (row < 0) return false;
+    s->first_feature = row, s->num_features = count, s->first_image = first;
+    for (int64_t i = first; i < s->num_images; row += mt_image_size(b, &s->images[i++]))
+        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, i, row};
+    return true;
+}
+
+/* The rows of features and the coordinates of the slot's tokens [at, at + count), which are rows from `to` on of the
+ * forward. An image begins at the position of a text's token there, and the text goes on at its longer side. */
+static void mt_cache_slot_place(mt_batcher *b, const mt_cache_slot *s, int64_t at, int64_t count, int64_t to) {
+    mt_image_rows *rows = &b->batch.image_rows;
+    int64_t before = 0, side = b->plan.merge_size, i = 0, feature = s->first_feature; // before: positions less tokens
+    for (int64_t t = at; t < at + count; t++, to++) {
+        int64_t size = 0, place[3];
+        while (i < s->num_images && s->images[i].first + (size = mt_image_size(b, &s->images[i])) <= t) {
+            before += mt_max(s->images[i].grid.height, s->images[i].grid.width) / side - size;
+            if (i >= s->first_image) feature += size;
+            i++;
+        }
+        bool is_image = i < s->num_images && t >= s->images[i].first;
+        int64_t begin = is_image ? s->images[i].first : t, width = is_image ? s->images[i].grid.width / side : 1;
+        place[0] = place[1] = place[2] = begin + before;
+        if (is_image) place[1] += (t - begin) / width, place[2] += (t - begin) % width;
+        for (int k = 0; k < 3; k++) rows->coordinates[3 * to + k] = (int32_t)place[k];
+        rows->features[to] = is_image ? (int32_t)(feature + t - begin) : -1;
+    }
+    rows->any |= s->num_images > 0;
+}
+
+/* ---- beginnings that texts share */
+
 /* The number of leading tokens that are the same, of at most `limit`. */
 static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
     int64_t n = 0;
@@ -17644,10 +17841,20 @@ static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limi
     return n;
 }
 
-/* The same for a slot's text and a sequence: another adapter has other keys and values. */
+/* The same for a slot's text and a sequence: another adapter, or image, has other keys and values. */
 static int64_t mt_cache_slot_equal(const mt_cache_slot *s, const mt_sequence *sequence) {
     if (s->adapter != sequence->adapter) return 0;
-    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t read = s->num_cached - s->num_drafts; // drafts may be dropped
+    int64_t limit = mt_min(read, sequence->num_tokens - 1), count = mt_sequence_num_images(sequence);
+    limit = mt_images_common(s->images, s->num_images, count ? sequence->images->items : NULL, count, limit);
+    return mt_tokens_common(s->tokens, sequence->tokens, limit);
+}
+
+/* The same for two sequences. */
+static int64_t mt_sequences_common(const mt_sequence *a, const mt_sequence *b, int64_t limit) {
+    int64_t num_a = mt_sequence_num_images(a), num_b = mt_sequence_num_images(b);
+    limit = mt_images_common(num_a ? a->images->items : NULL, num_a, num_b ? b->images->items : NULL, num_b, limit);
+    return mt_tokens_common(a->tokens, b->tokens, limit);
 }
 
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
@@ -17674,7 +17881,7 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
         const mt_sequence *other = &sequences[j];
         if (other->slot >= 0 || other->finish != MT_UNFINISHED || other->adapter != own->adapter) continue;
         int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
-        most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
+        most = mt_max(most, mt_sequences_common(own, other, limit)), seen++;
     }
     return most - common < b->plan.page_rows ? 0 : most;
 }
@@ -17686,8 +17893,7 @@ static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, 
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
         is_later = is_later && s->adapter == own->adapter;
-        if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
-            return true;
+        if (is_later && mt_sequences_common(&sequences[s->sequence], own, s->keep_at) == s->keep_at) return true;
     }
     return false;
 }
@@ -17738,8 +17944,9 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
     s->adapter = sequence->adapter;
     s->sequence = i; // from here on its pages are not freed
+    mt_cache_slot_set_images(s, sequence);
     int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
-    if (!mt_pages_reserve(b, needed + wanted)) {
+    if (!mt_pages_reserve(b, needed + wanted) || !mt_cache_slot_take_features(b, s, common)) {
         s->sequence = -1;
         return false;
     }
@@ -17747,6 +17954,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     if (copies)
         b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
     s->num_cached = common, s->num_computed = mt_min(computed, common);
+    s->num_drafted = common, sequence->num_drafts = 0;
+    if (slot != source) s->num_shared = full * rows;
     if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
     s->keep_at = keep_at;
     sequence->slot = slot;
@@ -17801,6 +18010,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
+    s->num_drafts = is_prefill || count < wanted ? 0 : mt_min(sequence->num_drafts, b->plan.max_tokens - start - count);
+    if (s->num_drafts > 0) wanted += s->num_drafts, count = wanted;
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
     if (count == 0) return;
@@ -17808,6 +18019,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
+    if (b->plan.max_image_tokens > 0) mt_cache_slot_place(b, s, cached, count, start);
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
     if (b->added) b->added->adapters[b->batch.num_spans] = sequence->adapter;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
@@ -17823,14 +18035,17 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->prefill.keys += mt_prompt_keys(cached, count);
     }
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
-    if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
+    for (int64_t t = start + count - 1 - s->num_drafts; t < start + count && count == wanted; t++)
+        mt_batcher_add_logits(b, t, i);
 }
 
 /* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
 static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     mt_cache_slot *s = &b->slots[slot];
     if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
-    s->sequence = -1, s->num_computed = s->num_cached;
+    s->sequence = -1, s->num_computed = s->num_cached, s->num_drafts = 0;
+    const mt_sequence_image *last = s->num_images > 0 ? &s->images[s->num_images - 1] : NULL;
+    if (last && s->num_cached >= last->first + mt_image_size(b, last)) s->num_features = 0;
     if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
     s->kept_tokens = s->keep_at, s->keep_at = 0;
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
@@ -17845,6 +18060,9 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
     memcpy(old->spans, batch->spans, (size_t)batch->num_spans * sizeof *old->spans);
     memcpy(old->tokens, batch->tokens, (size_t)T * 4), memcpy(old->positions, batch->positions, (size_t)T * 4);
     memcpy(old->cache_rows, b->cache_rows, (size_t)T * 4);
+    mt_image_rows *images = &batch->image_rows;
+    if (images->any) memcpy(old->features, images->features, (size_t)T * 4);
+    if (images->any) memcpy(old->coordinates, images->coordinates, (size_t)T * 12);
     memcpy(old->logit_rows, b->logit_rows, (size_t)num_logits * 4);
     memcpy(old->logit_sequences, b->logit_sequences, (size_t)num_logits * 8);
     for (int64_t place = 0; place <= n; place++) {
@@ -17856,6 +18074,8 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
             for (int64_t t = span.q_start; t < span.q_start + span.q_len; t++, row++) {
                 batch->tokens[row] = old->tokens[t], batch->positions[row] = old->positions[t];
                 b->cache_rows[row] = old->cache_rows[t], old->moved[t] = (int32_t)row;
+                if (images->any) images->features[row] = old->features[t];
+                if (images->any) memcpy(&images->coordinates[3 * row], &old->coordinates[3 * t], 12);
             }
             span.q_start = row - span.q_len, batch->spans[spans++] = span;
         }
@@ -17870,7 +18090,8 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = 0;
-    b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
+    b->num_state_copies = b->num_begun = b->num_seen = b->batch.encoder.num_spans = 0;
+    b->batch.image_rows.any = false;
     b->prefill = (mt_prefill){.tokens = 0};
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
@@ -17878,13 +18099,18 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+        MT_CHECK(mt_sequence_num_images(&sequences[i]) == 0 || b->plan.max_image_tokens > 0);
         MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
         MT_CHECK(sequences[i].adapter >= 0 && sequences[i].adapter <= b->plan.num_adapters);
     }
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) // of a sequence that was ended
+        if (b->slots[s].sequence < 0) b->slots[s].num_features = 0;
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
-            mt_batcher_grow(b, sequences, i))
+            mt_batcher_grow(b, sequences, i)) {
+            mt_batcher_grow_drafts(b, &sequences[i]);
             mt_batcher_add(b, &sequences[i], i);
+        }
     for (int64_t i = 0; i < count; i++) // prompts that are partly read
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
             mt_batcher_add(b, &sequences[i], i);
@@ -17897,6 +18123,22 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     }
     if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
+}
+
+bool mt_batcher_row_follows(const mt_batcher *b, const mt_sequence *sequences, int64_t logit_row) {
+    const mt_sequence *sequence = &sequences[b->logit_sequences[logit_row]];
+    int64_t row = b->logit_rows[logit_row], position = b->batch.positions[row];
+    if (sequence->finish != MT_UNFINISHED) return false;
+    return position + 1 == sequence->num_tokens && b->batch.tokens[row] == sequence->tokens[position];
+}
+
+void mt_batcher_settle(mt_batcher *b, mt_sequence *sequences) {
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++) {
+        mt_cache_slot *s = &b->slots[slot];
+        if (s->sequence < 0) continue;
+        if (s->num_drafts > 0) mt_cache_slot_cut(b, slot, sequences[s->sequence].num_tokens - 1);
+        s->num_drafts = sequences[s->sequence].num_drafts = 0;
+    }
 }
 
 mt_streams mt_batcher_streams(const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
@@ -17916,6 +18158,8 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
     MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
     for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
         b->batch.tokens[t] = b->batch.positions[t] = 0, b->cache_rows[t] = (int32_t)row;
+        if (b->batch.image_rows.any) b->batch.image_rows.features[t] = -1;
+        if (b->batch.image_rows.any) memset(&b->batch.image_rows.coordinates[3 * t], 0, 12);
         b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
     }
     b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);
@@ -17923,15 +18167,27 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
 
 /* ---- a generator: a batcher and a model */
 
+/* The pass of the modules of multi-token prediction behind a forward. */
+typedef struct mt_drafting {
+    mt_batch batch; // labels: the index of each token in its sequence, for the first module; its page table is lent
+    int32_t *cache_rows;         // [max_tokens]
+    int32_t *logit_rows;         // [max_sequences]
+    int64_t num_logits, *logits; // [num_logits] the sequence of each
+    int64_t *owners;             // [num_spans] the sequence of each span
+} mt_drafting;
+
 struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    float *logits;            // [max_sequences + max_viewed, vocab_size] on the host; NULL: the device samples
-    double *uniforms;         // [max_sequences]
-    mt_sampled *sampled;      // [max_sequences]
+    float *logits;            // [decode rows + max_viewed, vocab_size] on the host; NULL: the device samples
+    double *uniforms;         // [decode rows]
+    mt_sampled *sampled;      // [decode rows + max_viewed]
+    bool *taken;              // [decode rows + max_viewed] rows whose token was known, or appended
+    mt_drafting drafting;
+    float *patches; // [max_patches, numbers of a patch] of an image
     mt_generator_totals totals;
 };
 
@@ -17941,8 +18197,8 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
     plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes the padding of batches
-    plan->max_tokens = mt_max(mt_max(plan->max_tokens, plan->max_inputs), count);
-    plan->max_logits = mt_max(plan->max_logits, count);
+    plan->max_tokens = mt_max(mt_max(plan->max_tokens, plan->max_inputs), mt_decode_rows(plan));
+    plan->max_logits = mt_max(plan->max_logits, mt_decode_rows(plan));
 }
 
 /* True if a sampling needs the logits on the host. */
@@ -17950,25 +18206,37 @@ static bool mt_sampling_penalizes(const mt_sampling *s) {
     return s->repetition_penalty > 0 && s->repetition_penalty != 1;
 }
 
+static void mt_drafting_open(mt_drafting *d, const mt_model_plan *plan, int64_t max_tokens) {
+    mt_batch_alloc(&d->batch, max_tokens);
+    d->cache_rows = mt_calloc(max_tokens * 4), d->owners = mt_calloc(max_tokens * 8);
+    d->logit_rows = mt_calloc(plan->cache_sequences * 4), d->logits = mt_calloc(plan->cache_sequences * 8);
+}
+
 static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
                                        int64_t max_viewed) {
     mt_generator *g = mt_calloc(sizeof *g);
     const mt_model_plan *plan = &model->plan;
-    int64_t most = plan->cache_sequences, together = model->grid->data.size;
+    int64_t most = mt_decode_rows(plan), together = model->grid->data.size;
     MT_CHECK(plan->page_rows > 0 && most + max_viewed <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
-    mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
+    mt_batcher_plan batching = {
+        .max_sequences = plan->cache_sequences, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
     batching.max_inputs = plan->max_inputs;
     MT_CHECK((plan->max_inputs > 0) == mt_has_encoder(model));
-    batching.num_adapters = plan->num_adapters;
+    batching.num_adapters = plan->num_adapters, batching.max_image_tokens = plan->max_image_tokens;
+    batching.num_drafts = plan->num_drafts;
+    batching.merge_size = mt_max(model->options->vision.spatial_merge_size, 1);
+    g->patches = mt_malloc(mt_max(plan->max_patches * mt_patch_values(model->options), 1) * 4);
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
     g->uniforms = mt_calloc(most * 8);
     g->sampled = mt_malloc((most + max_viewed) * (int64_t)sizeof *g->sampled);
+    g->taken = mt_calloc((most + max_viewed) * (int64_t)sizeof *g->taken);
+    if (plan->num_drafts > 0) mt_drafting_open(&g->drafting, plan, model->max_rows);
     mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
 }
@@ -17989,6 +18257,10 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->logits);
     free(g->uniforms);
     free(g->sampled);
+    free(g->patches);
+    free(g->taken);
+    free(g->drafting.cache_rows), free(g->drafting.owners), free(g->drafting.logit_rows), free(g->drafting.logits);
+    mt_batch_free(&g->drafting.batch);
     free(g);
 }
 
@@ -18015,16 +18287,37 @@ static bool mt_generator_agrees(const mt_generator *g, const mt_sequence *sequen
     return true;
 }
 
+/* A sequence as it was, or is to be, with so many tokens: drafts stand behind its own. */
+static mt_sequence mt_sequence_with(const mt_sequence *sequence, int64_t num_tokens) {
+    mt_sequence with = *sequence;
+    with.num_tokens = num_tokens;
+    return with;
+}
+
+/* A token of the sequence, with num_tokens tokens, from logits on the host. */
+static mt_sampled mt_generator_sample_row(const mt_generator *g, const mt_sequence *sequence, int64_t num_tokens,
+                                          const float *logits, int32_t *scratch) {
+    mt_sequence with = mt_sequence_with(sequence, num_tokens);
+    return mt_sample(logits, g->model->options->vocab_size, mt_generator_sampling(g, sequence), &with, scratch);
+}
+
+/* The random number of the token behind num_tokens tokens of the sequence. */
+static double mt_generator_uniform(const mt_generator *g, const mt_sequence *sequence, int64_t num_tokens) {
+    mt_sequence with = mt_sequence_with(sequence, num_tokens);
+    return mt_sequence_uniform(&with, mt_generator_sampling(g, sequence)->seed);
+}
+
 /* Runs the model's forward and samples a token from each of `rows` rows of logits that gives one. */
 static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, int64_t rows) {
     mt_batcher *b = g->batcher;
     int64_t V = g->model->options->vocab_size;
+    const int32_t *positions = b->batch.positions;
     if (mt_generator_agrees(g, sequences)) {
         const mt_sampling *sampling = &g->sampling;
         for (int64_t row = 0; row < b->num_logits; row++) {
             const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
             sampling = mt_generator_sampling(g, sequence);
-            g->uniforms[row] = mt_sequence_uniform(sequence, sampling->seed);
+            g->uniforms[row] = mt_generator_uniform(g, sequence, positions[b->logit_rows[row]] + 1);
         }
         mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, sampling, g->uniforms,
                                g->sampled);
@@ -18037,8 +18330,8 @@ static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, i
     for (int64_t row = 0; row < b->num_logits; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
         if (!mt_batcher_row_is_viewed(b, sequences, row))
-            g->sampled[row] = mt_sample(g->logits + row * V, V, mt_generator_sampling(g, sequence), sequence,
-                                        (int32_t *)mt_scratch_slice(scratch));
+            g->sampled[row] = mt_generator_sample_row(g, sequence, positions[b->logit_rows[row]] + 1,
+                                                      g->logits + row * V, (int32_t *)mt_scratch_slice(scratch));
     }
 }
 
@@ -18049,7 +18342,7 @@ static void mt_generator_show(const mt_generator *g, const mt_sequence *sequence
 #pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
     for (int64_t row = 0; row < b->num_logits; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
-        if (sequence->view)
+        if (sequence->view && g->taken[row])
             sequence->view(sequence->view_context, sequence, b->batch.positions[b->logit_rows[row]],
                            g->logits + row * V);
     }
@@ -18089,30 +18382,169 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
                (size_t)width * 4);
 }
 
+/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error. */
+static int mt_generator_see(mt_generator *g, const mt_sequence *sequences, mt_error *error) {
+    const mt_batcher *b = g->batcher;
+    int status = 0;
+    for (int64_t i = 0; i < b->num_seen && status == 0; i++) {
+        const mt_sequence_images *images = sequences[b->seen[i].sequence].images;
+        if (!g->model->has_embedding) break;
+        status = images->read(images->context, b->seen[i].image, g->patches, error);
+        if (status == 0) mt_model_see(g->model, b->seen[i].row, &images->items[b->seen[i].image].grid, g->patches);
+    }
+    if (b->num_seen == 0) return 0;
+    int failed = mt_agree(&g->model->grid->tensor, status != 0, error);
+    return mt_agree(&g->model->grid->pipeline, failed != 0, error);
+}
+
+/* Counts the drafts that the forward has read, and drops the others. */
+static void mt_generator_settle(mt_generator *g, mt_sequence *sequences) {
+    mt_batcher *b = g->batcher;
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++) {
+        const mt_cache_slot *s = &b->slots[slot];
+        if (s->sequence < 0 || s->num_drafts == 0) continue;
+        g->totals.drafted_tokens += s->num_drafts;
+        int64_t before =
+            s->num_cached - s->num_drafts; // a token is new beside those accepted, unless one ended the text
+        g->totals.accepted_tokens += mt_max(sequences[s->sequence].num_tokens - before - 1, 0);
+    }
+    mt_batcher_settle(b, sequences);
+}
+
+/* Adds to the modules' batch the tokens of a slot that the forward has computed and that they have not read: those
+ * whose next tokens were not known, or drafts that were not accepted, once more. The token that the first module
+ * reads beside the hidden state at position t is that at t + 1. Drafts follow where all tokens but the last are read.
+ */
+static void mt_drafting_add(const mt_batcher *b, mt_drafting *d, int64_t max_tokens, int64_t slot,
+                            const mt_sequence *sequence) {
+    mt_cache_slot *s = &b->slots[slot];
+    const int32_t *pages = mt_cache_slot_pages(b, slot);
+    int64_t rows = b->plan.page_rows, start = d->batch.num_tokens,
+            known = sequence->num_tokens - 1 - b->plan.num_drafts;
+    int64_t first = mt_max(mt_min(s->num_drafted, mt_max(known, 0)), s->num_shared);
+    int64_t count = mt_min(s->num_cached - first, max_tokens - start);
+    if (count <= 0) return;
+    for (int64_t t = start, at = first; at < first + count; t++, at++) {
+        d->batch.positions[t] = (int32_t)at, d->batch.labels[t] = (int32_t)at + 1;
+        d->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
+    }
+    d->owners[d->batch.num_spans] = s->sequence;
+    int64_t first_row = slot * mt_pages_per_slot(&b->plan) * rows;
+    d->batch.spans[d->batch.num_spans++] = (mt_span){start, count, first_row, first + count, true};
+    d->batch.num_tokens += count, s->num_drafted = first + count;
+    bool goes_on = sequence->finish == MT_UNFINISHED && sequence->num_tokens + 1 < sequence->max_tokens;
+    if (!goes_on || s->num_drafted + 1 < sequence->num_tokens) return;
+    d->logit_rows[d->num_logits] = (int32_t)(start + count - 1), d->logits[d->num_logits++] = s->sequence;
+}
+
+/* Fills an empty batch with a token that nobody reads, for replicas whose forwards need each other. */
+static void mt_drafting_pad(const mt_batcher *b, mt_drafting *d) {
+    int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
+    d->batch.tokens[0] = d->batch.positions[0] = d->batch.labels[0] = 0;
+    d->cache_rows[0] = (int32_t)(b->plan.num_pages * b->plan.page_rows), d->logit_rows[0] = 0;
+    d->batch.spans[0] = (mt_span){0, 1, key, 1, true}, d->owners[0] = -1;
+    d->batch.num_tokens = d->batch.num_spans = 1;
+}
+
+/* Tokens for the module `depth`: it reads one token further ahead than the module before. */
+static void mt_drafting_fill(mt_drafting *d, const mt_sequence *sequences, int64_t depth) {
+    for (int64_t i = 0; i < d->batch.num_spans && d->owners[i] >= 0; i++) {
+        const mt_sequence *sequence = &sequences[d->owners[i]];
+        int64_t end = sequence->num_tokens + sequence->num_drafts; // tokens further ahead are read again when known
+        for (int64_t t = d->batch.spans[i].q_start; t < d->batch.spans[i].q_start + d->batch.spans[i].q_len; t++)
+            d->batch.tokens[t] = sequence->tokens[mt_min(d->batch.labels[t] + depth, end - 1)];
+    }
+}
+
+/* Runs the module `depth` and samples a draft behind each row of logits, with the random number of the token that the
+ * model will give there: then both are the same token more often than two draws would be. */
+static void mt_generator_draft_depth(mt_generator *g, const mt_sequence *sequences, int64_t depth) {
+    mt_drafting *d = &g->drafting;
+    mt_model *m = g->model;
+    int64_t n = d->num_logits, V = m->options->vocab_size;
+    const mt_sampling *first = n > 0 ? mt_generator_sampling(g, &sequences[d->logits[0]]) : &g->sampling;
+    bool agrees = true;
+    for (int64_t row = 0; row < n; row++) {
+        const mt_sequence *sequence = &sequences[d->logits[row]];
+        const mt_sampling *sampling = mt_generator_sampling(g, sequence);
+        agrees = agrees && !mt_sampling_penalizes(sampling) && mt_samplings_agree(first, sampling);
+        g->uniforms[row] = mt_generator_uniform(g, sequence, sequence->num_tokens + sequence->num_drafts);
+    }
+    int64_t rows = n == 0 && g->together ? 1 : n; // the head's weights are gathered on all
+    void *logits = mt_draft_pass(m, depth, &d->batch, d->cache_rows, d->logit_rows, rows);
+    if (agrees) {
+        mt_sampling sampling = *first;
+        sampling.logprobs = false;
+        if (sampling.temperature > 0) m->ops->memory_copy(m->uniforms, g->uniforms, rows * 8, m->stream);
+        mt_logits_sample(m, logits, rows, &sampling, g->sampled);
+        return;
+    }
+    MT_CHECK(g->logits);
+    mt_logits_to_host(m, logits, g->logits, n, true);
+    mt_scratch scratch = mt_scratch_reserve(2 * V);
+    for (int64_t row = 0; row < n; row++) {
+        const mt_sequence *sequence = &sequences[d->logits[row]];
+        g->sampled[row] = mt_generator_sample_row(g, sequence, sequence->num_tokens + sequence->num_drafts,
+                                                  g->logits + row * V, (int32_t *)mt_scratch_slice(scratch));
+    }
+}
+
+/* Drafts tokens for the running sequences: behind num_tokens, in the sequences' memory. A draft that is not a number
+ * ends the drafts of its sequence; the model's own logits decide whether that is an error. */
+static void mt_generator_draft(mt_generator *g, mt_sequence *sequences) {
+    mt_batcher *b = g->batcher;
+    mt_drafting *d = &g->drafting;
+    mt_generator_settle(g, sequences);
+    d->batch.num_tokens = d->batch.num_spans = d->num_logits = 0, d->logit_rows[0] = 0, d->batch.pages = b->batch.pages;
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++)
+        if (b->slots[slot].sequence >= 0)
+            mt_drafting_add(b, d, b->plan.max_tokens, slot, &sequences[b->slots[slot].sequence]);
+    if (d->batch.num_tokens == 0 && !g->together) return;
+    if (d->batch.num_tokens == 0) mt_drafting_pad(b, d);
+    for (int64_t depth = 0; depth < b->plan.num_drafts; depth++) {
+        mt_drafting_fill(d, sequences, depth);
+        mt_generator_draft_depth(g, sequences, depth);
+        for (int64_t row = 0; row < d->num_logits; row++) {
+            mt_sequence *sequence = &sequences[d->logits[row]];
+            bool has_room = sequence->num_tokens + sequence->num_drafts + 1 < sequence->max_tokens;
+            if (!has_room || sequence->num_drafts < depth || g->sampled[row].token < 0) continue;
+            sequence->tokens[sequence->num_tokens + sequence->num_drafts++] = g->sampled[row].token;
+        }
+    }
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
     bool shows = false;
     int status = 0;
-    int64_t rows = b->num_logits;
+    int64_t rows = b->num_logits, appended = 0;
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_begun; i++) {
         const mt_sequence *sequence = &sequences[b->slots[b->begun[i]].sequence];
         mt_model_encode(g->model, b->begun[i], sequence->inputs, sequence->num_inputs);
     }
+    if (mt_generator_see(g, sequences, error) != 0) return -1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
     mt_generator_sample(g, sequences, rows);
-    for (int64_t row = 0; row < b->num_logits && status == 0; row++)
-        if (!mt_batcher_row_is_viewed(b, sequences, row))
-            status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    for (int64_t row = 0; row < b->num_logits && status == 0; row++) {
+        bool follows = mt_batcher_row_follows(b, sequences, row);
+        g->taken[row] = follows || mt_batcher_row_is_viewed(b, sequences, row);
+        if (!follows) continue;
+        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+        appended++;
+    }
     for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
         if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
     }
     if (shows && status == 0) mt_generator_show(g, sequences);
+    g->totals.new_tokens += appended;
+    if (b->prefill.tokens == 0) g->totals.decode_tokens += appended;
+    if (b->plan.num_drafts > 0) mt_generator_draft(g, sequences); // after an error too: other replicas wait for it
     return status;
 }
 
@@ -18123,8 +18555,6 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     int status = mt_generator_forward(g, sequences, error);
     const mt_prefill *read = &g->batcher->prefill;
     totals->prefill_tokens += read->tokens;
-    totals->decode_tokens += read->tokens > 0 ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits - read->viewed;
     *(read->tokens > 0 ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);
@@ -21129,6 +21559,10 @@ static bool mt_has_images(const mt_pass *p) {
     return p->mb->vision.num_tokens > 0;
 }
 
+static bool mt_has_coordinates(const mt_pass *p) {
+    return p->mb->vision.has_coordinates;
+}
+
 static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer) {
     return m->vision && mt_has_images(p) && layer + 1 < m->vision->num_mergers;
 }
@@ -21319,7 +21753,8 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
 /* x[R, C] += the features of a merger at the rows of their tokens. */
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x) {
     const mt_vision_batch *v = &p->mb->vision;
-    mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .in = v->mergers[merger].out, .position = v->token_of_row};
+    mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
+    rows.in = p->decode ? m->vision->features[merger] : v->mergers[merger].out;
     rows.base = rows.out = x;
     m->ops->combine_rows(&rows, m->dtype, p->stream);
 }
@@ -21384,10 +21819,33 @@ static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
     return merger;
 }
 
+/* Ranks that share a bucket gather its weights at the same time: one whose micro-batch has no images does as others
+ * whose micro-batches have some, in the order of their passes. */
+static void mt_vision_gather(mt_model *m, int64_t bucket) {
+    if (m->plan.max_patches == 0) return; // no rank has images
+    mt_bucket_acquire(m, bucket);
+    mt_bucket_release(m, bucket);
+}
+
+/* The buckets of mt_vision_forward. */
+static void mt_vision_pass_over(mt_model *m) {
+    const mt_vision *t = m->vision;
+    mt_vision_gather(m, t->input.bucket);
+    for (int64_t i = 0; i < t->num_layers; i++) {
+        int64_t merger = mt_deepstack_of(m, i);
+        mt_vision_gather(m, t->layers[i].bucket);
+        if (merger > 0) mt_vision_gather(m, t->mergers[merger].bucket);
+    }
+    mt_vision_gather(m, t->mergers[0].bucket);
+}
+
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    if (!mt_has_images(p)) return;
+    if (!mt_has_images(p)) {
+        mt_vision_pass_over(m);
+        return;
+    }
     mt_vision_input_forward(m, &patches, v->hidden[0]);
     for (int64_t i = 0; i < m->vision->num_layers; i++) {
         mt_vision_layer_forward(m, &patches, i, v->hidden[i], v->hidden[i + 1]);
@@ -21397,12 +21855,16 @@ static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     mt_merger_forward(m, &patches, 0, v->hidden[m->vision->num_layers]);
 }
 
-/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing. */
-static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket) {
-    if (!m->buckets[bucket].trained) return;
-    mt_bucket_gradients_acquire(m, bucket);
-    mt_bucket_zero_unwritten(m, bucket);
-    mt_bucket_gradients_release(m, bucket, p->last);
+/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing.
+ * `gathers`: other ranks, whose micro-batches have images, read its weights. */
+static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
+    if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
+    if (m->buckets[bucket].trained) {
+        mt_bucket_gradients_acquire(m, bucket);
+        mt_bucket_zero_unwritten(m, bucket);
+        mt_bucket_gradients_release(m, bucket, p->last);
+    }
+    if (gathers && m->plan.max_patches > 0) mt_bucket_release(m, bucket);
 }
 
 /* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
@@ -21411,22 +21873,22 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_vision *t = m->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    bool tower = m->buckets[t->input.bucket].trained, mergers = m->buckets[t->mergers[0].bucket].trained;
-    bool runs = mt_has_images(p) && (tower || mergers);
+    bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
+    bool runs = mt_has_images(p) && any;
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], true);
-        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket);
+        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket, any);
         merger = i > 0 ? mt_deepstack_of(m, i - 1) : -1;
         if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], false);
-        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket);
+        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket, any);
         if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1]);
-        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket);
+        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
     if (runs && tower)
         mt_vision_input_backward(m, &patches);
     else
-        mt_vision_skip(m, p, t->input.bucket);
+        mt_vision_skip(m, p, t->input.bucket, tower);
 }
 
 /* ---- inputs, on the host */
@@ -21465,11 +21927,21 @@ static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
 }
 
+/* The cosines of the decoder's token t, which has these coordinates. */
+static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int64_t t, const int64_t at[3]) {
+    const mt_options *o = m->options;
+    int64_t half = m->rotary_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        double angle = (double)at[mt_mrope_coordinate(o, i)] * mt_rope_frequency(o, MT_ROPE_MODEL, i, m->rotary_dim);
+        host->rope_cos[t * half + i] = (float)cos(angle), host->rope_sin[t * half + i] = (float)sin(angle);
+    }
+}
+
 /* The rows of the residual stream of each image's tokens, in order, and the cosines of all tokens. A token of text has
  * one coordinate, its position; the tokens of an image begin there, and the text behind it at its longer side. */
 static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *rows, const mt_vision_batch *host) {
     const mt_options *o = m->options;
-    int64_t side = o->vision.spatial_merge_size, half = m->rotary_dim / 2, image = 0;
+    int64_t side = o->vision.spatial_merge_size, image = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         int64_t t = batch->spans[s].q_start, end = t + batch->spans[s].q_len, position = batch->positions[t];
         while (t < end) {
@@ -21478,12 +21950,7 @@ static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *r
             int64_t height = grid ? grid->height / side : 1, width = grid ? grid->width / side : 1;
             for (int64_t k = 0; k < height * width; k++, t++) {
                 int64_t at[3] = {position, position + k / width, position + k % width};
-                for (int64_t i = 0; i < half; i++) {
-                    double frequency = mt_rope_frequency(o, MT_ROPE_MODEL, i, m->rotary_dim);
-                    double angle = (double)at[mt_mrope_coordinate(o, i)] * frequency;
-                    host->rope_cos[t * half + i] = (float)cos(angle);
-                    host->rope_sin[t * half + i] = (float)sin(angle);
-                }
+                mt_vision_rotate(m, host, t, at);
                 if (grid) *rows++ = (int32_t)t;
             }
             position += mt_max(height, width);
@@ -21558,6 +22025,7 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batc
     int64_t M = m->vision->M, T = batch->num_tokens, P = 0;
     for (int64_t i = 0; i < images->num_images; i++) P += images->grids[i].height * images->grids[i].width;
     v->num_patches = P, v->num_tokens = P / M, v->num_images = v->num_windows = 0;
+    v->has_coordinates = P > 0;
     if (P == 0) return;
     mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
     mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
@@ -21586,6 +22054,66 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batc
     if (tower) memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+}
+
+/* The same for a decode pass, for which the features of its images are kept. */
+static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
+    const mt_image_rows *rows = &batch->image_rows;
+    mt_vision_batch *v = &mb->vision;
+    int64_t T = batch->num_tokens;
+    v->num_patches = v->num_tokens = 0, v->has_coordinates = rows->any;
+    if (!rows->any) return;
+    MT_CHECK(m->plan.max_image_tokens > 0);
+    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
+    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
+    mt_vision_block_at(m, v, &on_device, T, 0, false);
+    mt_vision_batch host = *v;
+    mt_vision_block_at(m, &host, &on_host, T, 0, false);
+    for (int64_t t = 0; t < T; t++) {
+        const int32_t *place = &rows->coordinates[3 * t];
+        mt_vision_rotate(m, &host, t, (int64_t[3]){place[0], place[1], place[2]});
+        host.numbers[t] = (int32_t)t, host.token_of_row[t] = rows->features[t];
+        if (rows->features[t] < 0) continue;
+        block->tokens[t] = -1, v->num_tokens++;
+    }
+    m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+}
+
+void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const float *patches) {
+    int64_t P = grid->height * grid->width, tokens, chunk = 0;
+    MT_CHECK(m->vision && P > 0 && P <= m->plan.max_patches);
+    tokens = P / m->vision->M;
+    MT_CHECK(row >= 0 && row + tokens <= m->plan.max_image_tokens);
+    if (!m->has_embedding) return;
+    while (!m->stages[chunk].embedding) chunk++;
+    mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
+    mt_vision_batch *v = &mb->vision;
+    v->num_patches = P, v->num_tokens = tokens, v->num_images = v->num_windows = 0;
+    m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
+    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
+    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
+    mt_vision_block_at(m, v, &on_device, tokens, P, true);
+    mt_vision_batch host = *v;
+    mt_vision_block_at(m, &host, &on_host, tokens, P, true);
+    int32_t *rows = mt_malloc(tokens * 4);
+    for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
+    for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
+    mt_vision_image_load(m, grid, patches, 0, rows, v, &host);
+    for (int64_t k = 0; k < tokens; k++) host.token_of_row[host.row_of_token[k]] = (int32_t)k;
+    memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
+    memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    free(rows);
+    m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+    mb->context = NULL;
+    mt_pass p = mt_pass_begin(m, mb);
+    mt_vision_forward(m, &p);
+    for (int64_t i = 0; i < m->vision->num_mergers; i++) {
+        mt_row_args gather = {.T = tokens, .width = m->C, .index = v->token_of_row, .from = v->mergers[i].out};
+        gather.to = mt_at(m->vision->features[i], row * m->C, m->dtype);
+        m->ops->gather_rows(&gather, m->dtype, m->stream);
+    }
+    v->num_patches = v->num_tokens = 0;
+    m->ops->stream_synchronize(m->stream); // the forward fills the same block
 }
 
 /* The image tokens of a batch are those of its images. Without images, the token is text. */
@@ -21663,13 +22191,15 @@ static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena
     v->memory = mt_arena_alloc(arena, P > 0 ? t->block_bytes : 0);
     if (!m->stages[mb->chunk].embedding || P == 0) return;
     v->x = mt_arena_alloc(arena, P * mt_patch_values(m->options) * size);
-    for (int64_t i = 0; i <= t->num_layers; i++) v->hidden[i] = mt_arena_alloc(arena, P * t->C * size);
+    for (int64_t i = 0; i <= t->num_layers; i++) // two take turns where no backward reads them
+        v->hidden[i] = m->plan.train || i < 2 ? mt_arena_alloc(arena, P * t->C * size) : v->hidden[i % 2];
     for (int64_t i = 0; i < t->num_layers && v->layers; i++) mt_vision_plan_values(m, &v->layers[i], arena);
     for (int64_t i = 0; i < t->num_mergers; i++) {
         mt_merger_values *a = &v->mergers[i];
         mt_vision_plan_norm(m, &a->norm, P, arena);
         a->fc1 = mt_arena_alloc(arena, P * t->C * size), a->active = mt_arena_alloc(arena, P * t->C * size);
-        a->out = mt_arena_alloc(arena, tokens * m->C * size), a->dout = mt_arena_alloc(arena, tokens * m->C * size);
+        a->out = mt_arena_alloc(arena, tokens * m->C * size);
+        if (m->plan.train) a->dout = mt_arena_alloc(arena, tokens * m->C * size);
     }
 }
 
@@ -21689,6 +22219,8 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     if (!m->has_embedding || P == 0) return;
     mt_vision_plan_values(m, t->shared, arena);
     s->sum = mt_arena_alloc(arena, row);
+    for (int64_t i = 0; i < t->num_mergers; i++)
+        m->vision->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
     if (!m->plan.train) return;
     s->dhidden = mt_arena_alloc(arena, row), s->dnormed = mt_arena_alloc(arena, row);
     s->dattended = mt_arena_alloc(arena, row), s->dqkv = mt_arena_alloc(arena, 3 * row);

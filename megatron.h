@@ -2543,7 +2543,7 @@ typedef struct mt_limits {
     int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
-    bool no_plain;                 // without MT_PLAIN_OPERATIONS
+    bool no_plain;                 // without MT_PLAIN_OPERATIONS, which only extensions have now
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
@@ -3541,6 +3541,13 @@ typedef struct mt_image_batch {
                           // square, and within a square row by row
 } mt_image_batch;
 
+/* Decoding with images whose features the model keeps (mt_model_see). */
+typedef struct mt_image_rows {
+    bool any;             // false: no token is of a text with images, and the arrays are not read
+    int32_t *features;    // [T] the row of features that takes the place of a token's embedding; -1: none
+    int32_t *coordinates; // [T, 3] frame, row and column of a token; those of a text's token are equal
+} mt_image_rows;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -3559,6 +3566,7 @@ typedef struct mt_batch {
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     mt_encoder_batch encoder;               // of an encoder-decoder, whose decoder has the other fields
     mt_image_batch images;                  // of a model with a vision tower
+    mt_image_rows image_rows;               // decoding with such a model; memory of the caller
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -3698,14 +3706,16 @@ extern const mt_loss mt_distillation; // mt_distillation_config, also to be set 
 
 /* The sizes that determine a model's memory, and its loss. */
 typedef struct mt_model_plan {
-    int64_t max_tokens;      // tokens of the largest micro-batch or prefill, of the encoder too
-    int64_t max_logits;      // rows of logits held at once
-    int64_t cache_rows;      // key/value cache rows a layer; 0: none
-    int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
-    int64_t max_inputs;      // of an encoder-decoder with a cache: tokens of a sequence for the encoder
-    int64_t max_patches;     // of the images of a micro-batch; 0: none has any
-    int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
-    int64_t max_position;    // positions that tokens may have (rotary tables)
+    int64_t max_tokens;       // tokens of the largest micro-batch or prefill, of the encoder too
+    int64_t max_logits;       // rows of logits held at once
+    int64_t cache_rows;       // key/value cache rows a layer; 0: none
+    int64_t page_rows;        // rows of a page of the cache, a power of two; 0: no pages
+    int64_t max_inputs;       // of an encoder-decoder with a cache: tokens of a sequence for the encoder
+    int64_t max_patches;      // of the images of a micro-batch, in generation of one image; 0: none has any
+    int64_t max_image_tokens; // generation: of the images whose features are kept at once
+    int64_t cache_sequences;  // with pages: sequences whose keys are in the page table at once
+    int64_t num_drafts;       // with pages: tokens that modules of multi-token prediction draft for a sequence; 0: none
+    int64_t max_position;     // positions that tokens may have (rotary tables)
     int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any
     int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
@@ -3830,6 +3840,11 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
  * attention make of it, and keeps that in place `slot` of cache_sequences. In mt_model_decode sequence s of the batch
  * attends to the k rows of span s of batch->encoder, which begin at slot * max_inputs. */
 void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64_t n);
+
+/* Of a model with a vision tower: computes the features of an image's tokens from its patches, as those of
+ * mt_image_batch, and keeps them in rows [row, row + tokens of the image) of plan->max_image_tokens, for
+ * mt_batch.image_rows. Ranks without the embedding do nothing. */
+void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
@@ -4206,6 +4221,21 @@ typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_fi
 struct mt_sequence;
 typedef void mt_logits_view(void *context, const struct mt_sequence *sequence, int64_t position, const float *logits);
 
+/* The images of a sequence, each in the place of a run of its prompt's tokens. `read` gives the patches of one, as
+ * mt_image_batch has them, when its text is admitted; an error ends the generation. */
+typedef struct mt_sequence_image {
+    int64_t first;      // its first token
+    mt_image_grid grid; // height width / spatial_merge_size^2 tokens
+    uint64_t key;       // a fingerprint of its contents: texts whose images have equal grids and keys share prefixes
+} mt_sequence_image;
+
+typedef struct mt_sequence_images {
+    int64_t count;
+    const mt_sequence_image *items; // [count] in the order of their tokens
+    int (*read)(void *context, int64_t image, float *patches, mt_error *error);
+    void *context;
+} mt_sequence_images;
+
 /* A sequence being generated. The last fields are for generators of mt_generator_create_mixed. */
 typedef struct mt_sequence {
     int64_t id;         // part of the key of its random draws
@@ -4225,7 +4255,9 @@ typedef struct mt_sequence {
     bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
     int32_t *inputs;   // [num_inputs] tokens for the encoder of an encoder-decoder; else NULL
     int64_t num_inputs;
-    int64_t adapter; // of the model's table, from 1; 0: none
+    int64_t adapter;                  // of the model's table, from 1; 0: none
+    const mt_sequence_images *images; // of a model with a vision tower, as long as it runs; NULL: none
+    int64_t num_drafts;               // private: drafted tokens behind num_tokens, which the next forward checks
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -4258,7 +4290,8 @@ typedef struct mt_stops {
 enum { MT_PAGE_ROWS = 128, MT_PREFILL_TOKENS = 512 };
 
 /* Adds to a plan, such as a training model's, a cache for `count` sequences of at most max_tokens tokens at once.
- * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait. */
+ * cache_tokens > 0: with memory for so many tokens only, at least one sequence; sequences that find no page wait.
+ * plan->num_drafts is set before. */
 void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, int64_t cache_tokens);
 
 /* Number of unfinished sequences. */
@@ -4280,14 +4313,17 @@ mt_generator *mt_generator_create_mixed(mt_model *model, const mt_sampling *samp
 void mt_generator_destroy(mt_generator *generator);
 
 /* One forward: the next token of each running sequence, and as many tokens of the prompts of others as the plan's
- * max_tokens leaves room for. Sequences wait until one of the plan's cache_sequences is free and the cache has pages
- * for their tokens; the first ones in sequences[count] run first. If the cache is full, the last running one waits
- * again, and its tokens are computed anew. A sequence ends at a stop token, which it includes, or at its max_tokens.
- * Between steps the caller may append sequences, end some by setting `finish`, and leave out ended ones, in
- * the same order on every rank. A prompt that begins as a previous one shares its pages, or what is left of them.
- * Returns the number of unfinished sequences,
- * or -1 with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each
- * calls it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
+ * max_tokens leaves room for. With the plan's num_drafts, modules of multi-token prediction then draft so many tokens
+ * for each running sequence (Leviathan et al., "Fast inference from transformers via speculative decoding"), and the
+ * next forward reads them too: a sequence gets the tokens that sampling gives behind them, as far as the drafts are
+ * these very tokens, and one more. So tokens are those without drafts, up to the rounding of larger batches. Sequences
+ * wait until one of the plan's cache_sequences is free and the cache has pages for their tokens; the first ones in
+ * sequences[count] run first. If the cache is full, the last running one waits again, and its tokens are computed anew.
+ * A sequence ends at a stop token, which it includes, or at its max_tokens. Between steps the caller may append
+ * sequences, end some by setting `finish`, and leave out ended ones, in the same order on every rank. A prompt that
+ * begins as a previous one shares its pages, or what is left of them. Returns the number of unfinished sequences, or -1
+ * with error if logits are not finite. Where data-parallel ranks share experts or the shards of parameters, each calls
+ * it with its own sequences, perhaps none, until it returns 0: the number is the sum. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
 /* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
@@ -4317,8 +4353,9 @@ bool mt_generator_agree(const mt_generator *generator, bool wanted);
 
 /* Totals of a generator: a step that computes prompts is a prefill, any other a decode step. */
 typedef struct mt_generator_totals {
-    int64_t prefill_tokens, decode_tokens; // tokens of prompts; tokens generated by decode steps
-    int64_t new_tokens;                    // generated in all: the first of each sequence comes from its prefill
+    int64_t prefill_tokens, decode_tokens;   // tokens of prompts; tokens generated by decode steps
+    int64_t new_tokens;                      // generated in all: the first of each sequence comes from its prefill
+    int64_t drafted_tokens, accepted_tokens; // drafts that forwards have read; of these, sampled too
     double prefill_seconds, decode_seconds;
 } mt_generator_totals;
 mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
@@ -4335,12 +4372,20 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages;    // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;      // layers keep states: a text shares a prefix only where a state stands
-    int64_t max_viewed;   // rows of logits in a forward that are viewed and give no token; 0: none
-    int64_t num_adapters; // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
-    int64_t max_inputs;   // tokens of a sequence for the encoder; 0: the model has none
+    int64_t num_pages;        // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;          // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed;       // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_adapters;     // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
+    int64_t max_inputs;       // tokens of a sequence for the encoder; 0: the model has none
+    int64_t max_image_tokens; // whose features are kept at once, at least those of one sequence; 0: no images
+    int64_t merge_size;       // of images: side of the square of patches that becomes a token
+    int64_t num_drafts;       // mt_model_plan.num_drafts
 } mt_batcher_plan;
+
+/* An image of a sequence, and the row of its features. */
+typedef struct mt_seen_image {
+    int64_t sequence, image, row;
+} mt_seen_image;
 
 typedef struct mt_batcher {
     mt_batcher_plan plan;
@@ -4358,6 +4403,8 @@ typedef struct mt_batcher {
     mt_prefill max_prefill; // of a forward; the caller may change it between forwards; at first as much as fits
     int64_t num_begun;      // sequences whose memory is computed before the forward (mt_model_encode)
     int64_t *begun;         // their slots
+    int64_t num_seen;       // images whose features are computed before the forward (mt_model_see)
+    mt_seen_image *seen;
     /* private */
     struct mt_cache_slot *slots;
     struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter
@@ -4370,9 +4417,15 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan);
 void mt_batcher_destroy(mt_batcher *batcher);
 
 /* Fills the next forward, and sets the slots of sequences; returns its number of tokens, 0 if no sequence is
- * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only. See
- * mt_generator_step. */
+ * unfinished. The caller appends a token to the sequence of each row of logits that is not viewed only, and with drafts
+ * to those rows only that mt_batcher_row_follows; then it calls mt_batcher_settle. See mt_generator_step. */
 int64_t mt_batcher_next(mt_batcher *batcher, mt_sequence *sequences, int64_t count);
+
+/* True for a row of logits behind all tokens of its sequence, none of them a draft that was not accepted. */
+bool mt_batcher_row_follows(const mt_batcher *batcher, const mt_sequence *sequences, int64_t logit_row);
+
+/* Drops the drafts that were not accepted from the cache, after the forward's tokens were appended. */
+void mt_batcher_settle(mt_batcher *batcher, mt_sequence *sequences);
 
 /* Of the sequences, between forwards: see mt_streams. */
 mt_streams mt_batcher_streams(const mt_batcher *batcher, const mt_sequence *sequences, int64_t count);

@@ -3,7 +3,7 @@
  * The implementations form a ladder. The first rung is the definition: one warp per query and head loops over the keys
  * with an online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type,
  * head size and span, and the other rungs are tested against it: attention_mma.cu is the next, which has dropout too,
- * attention_hopper.cu the one after. Biases by distance are here alone so far. */
+ * attention_hopper.cu the one after. */
 #include "attention.cuh"
 
 /* ---- definition -------------------------------------------------------------------------------------------------- */
@@ -256,6 +256,12 @@ static void forward(const mt_attention *a, const variant_operands &of, cudaStrea
     MT_CUDA_LAUNCHED();
 }
 
+void mt_attention_add_dbias(const mt_attention *a, const float *parts, int64_t count, mt_stream *stream) {
+    add_dbias<<<(unsigned)a->num_heads, dim3(BUCKETS, SUM_ROWS), 0, mt_cuda_stream(stream)>>>(a->bias.dw, parts, count,
+                                                                                              (int)a->bias.buckets);
+    MT_CUDA_LAUNCHED();
+}
+
 /* Blocks of a head that sum gradients of biases. */
 enum { MAX_PARTS = 1024 };
 
@@ -273,11 +279,7 @@ template <class E, variant V> static void backward(const mt_attention *a, varian
     }
     naive_backward_q<E, V><<<grid, block, 0, stream>>>(*a, of);
     MT_CUDA_LAUNCHED();
-    if (learns) {
-        add_dbias<<<grid.y, dim3(BUCKETS, SUM_ROWS), 0, stream>>>(a->bias.dw, of.dbias,
-                                                                  (int64_t)grid.x * grid.z * WARPS, of.buckets.total);
-        MT_CUDA_LAUNCHED();
-    }
+    if (learns) mt_attention_add_dbias(a, of.dbias, (int64_t)grid.x * grid.z * WARPS, on);
     clear_keys<E>(a, stream);
     int64_t together = spans_share_keys(spans) ? 1 : spans->count;
     for (int64_t first = 0; first < spans->count; first += together) {

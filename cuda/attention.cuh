@@ -44,6 +44,55 @@ bool mt_selected_mma_backward(const mt_attention *a, const mt_selection *s, mt_d
 bool mt_selected_hopper_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 bool mt_selected_hopper_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 
+/* ---- biases by distance ------------------------------------------------------------------------------------------ */
+
+/* The buckets of mt_relative_bucket as limits between them, which the host computes: on the device a logarithm may be
+ * rounded to another bucket. A distance below `exact` has a bucket of its own; begin[i] is the first one in bucket
+ * exact + 1 + i of `count`. If bidirectional, those of later keys follow. */
+enum { BUCKETS = MT_CUDA_BIAS_BUCKETS, LIMITS = 32 };
+struct distance_buckets {
+    int begin[LIMITS]; // INT_MAX: no further bucket
+    int exact, count, total;
+    bool bidirectional;
+};
+static_assert(BUCKETS - 1 - BUCKETS / 2 <= LIMITS, "a lane has a limit");
+
+/* The bucket of a distance. */
+__device__ __forceinline__ int bucket_of(const distance_buckets &b, int distance) {
+    int from = b.bidirectional ? abs(distance) : max(-distance, 0), bucket = min(from, b.exact);
+    for (int i = 0; i < LIMITS; i++) bucket += from >= b.begin[i];
+    return bucket + (b.bidirectional && distance > 0 ? b.count : 0);
+}
+
+/* The same of a distance that all lanes of the warp have in common. */
+__device__ __forceinline__ int bucket_of_warp(const distance_buckets &b, int distance) {
+    int from = b.bidirectional ? abs(distance) : max(-distance, 0);
+    int passed = __popc(__ballot_sync(0xffffffff, from >= b.begin[threadIdx.x % 32]));
+    return (from < b.exact ? from : b.exact + passed) + (b.bidirectional && distance > 0 ? b.count : 0);
+}
+
+static inline distance_buckets buckets_of(const mt_attention *a) {
+    const mt_relative_bias *bias = &a->bias;
+    distance_buckets b = {.total = (int)bias->buckets, .bidirectional = bias->bidirectional};
+    b.count = bias->bidirectional ? b.total / 2 : b.total, b.exact = b.count / 2;
+    for (int i = 0; i < LIMITS; i++) {
+        int64_t low = b.exact, high = bias->max_distance; // (low, high] has the first distance of the bucket
+        b.begin[i] = INT_MAX;
+        if (b.exact + 1 + i >= b.count) continue;
+        while (high - low > 1) {
+            int64_t middle = low + (high - low) / 2;
+            if (mt_relative_bucket(bias, -middle) > b.exact + i)
+                high = middle;
+            else
+                low = middle;
+        }
+        b.begin[i] = (int)(high < INT_MAX ? high : INT_MAX);
+    }
+    return b;
+}
+
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
+
 /* Kernel arguments, passed by value. */
 struct flash_tiles {
     float *lse, *row_dot;
@@ -59,6 +108,8 @@ struct flash_tiles {
 template <class E> struct flash_task : flash_tiles {
     const E *q, *k, *v, *dout;
     E *out, *dq, *dk, *dv;
+    distance_buckets buckets; // with biases by distance
+    float *dbias;             // [tiles of queries, H, BUCKETS] parts of their gradient; NULL: not wanted
 };
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */
@@ -92,46 +143,6 @@ __device__ __forceinline__ range keys_of(const band &b, int i, int queries) {
 __device__ __forceinline__ range queries_of(const band &b, int j, int keys) {
     int last = min(j + keys, b.k_len) - 1;
     return {max(0, j - b.ahead), min(b.q_len, last + b.behind + 1)};
-}
-
-/* ---- biases by distance ------------------------------------------------------------------------------------------ */
-
-/* The buckets of mt_relative_bucket as limits between them, which the host computes: on the device a logarithm may be
- * rounded to another bucket. A distance below `exact` has a bucket of its own; begin[i] is the first one in bucket
- * exact + 1 + i of `count`. If bidirectional, those of later keys follow. */
-enum { BUCKETS = MT_CUDA_BIAS_BUCKETS, LIMITS = 32 };
-struct distance_buckets {
-    int begin[LIMITS]; // INT_MAX: no further bucket
-    int exact, count, total;
-    bool bidirectional;
-};
-static_assert(BUCKETS - 1 - BUCKETS / 2 <= LIMITS, "a lane has a limit");
-
-/* The bucket of a distance that all lanes of the warp have in common. */
-__device__ __forceinline__ int bucket_of_warp(const distance_buckets &b, int distance) {
-    int from = b.bidirectional ? abs(distance) : max(-distance, 0);
-    int passed = __popc(__ballot_sync(0xffffffff, from >= b.begin[threadIdx.x % 32]));
-    return (from < b.exact ? from : b.exact + passed) + (b.bidirectional && distance > 0 ? b.count : 0);
-}
-
-static inline distance_buckets buckets_of(const mt_attention *a) {
-    const mt_relative_bias *bias = &a->bias;
-    distance_buckets b = {.total = (int)bias->buckets, .bidirectional = bias->bidirectional};
-    b.count = bias->bidirectional ? b.total / 2 : b.total, b.exact = b.count / 2;
-    for (int i = 0; i < LIMITS; i++) {
-        int64_t low = b.exact, high = bias->max_distance; // (low, high] has the first distance of the bucket
-        b.begin[i] = INT_MAX;
-        if (b.exact + 1 + i >= b.count) continue;
-        while (high - low > 1) {
-            int64_t middle = low + (high - low) / 2;
-            if (mt_relative_bucket(bias, -middle) > b.exact + i)
-                high = middle;
-            else
-                low = middle;
-        }
-        b.begin[i] = (int)(high < INT_MAX ? high : INT_MAX);
-    }
-    return b;
 }
 
 /* ---- keys in pages ----------------------------------------------------------------------------------------------- */
@@ -519,6 +530,7 @@ template <class E> static inline flash_task<E> flash_task_of(const mt_attention 
     task.lse = a->lse, task.row_dot = a->row_dot;
     task.spans = a->spans.device, task.num_spans = (int)a->spans.count;
     task.shape = *a;
+    if (a->bias.w) task.buckets = buckets_of(a);
     return task;
 }
 
@@ -530,6 +542,9 @@ static inline bool spans_share_keys(const mt_spans *spans) {
     }
     return false;
 }
+
+/* Adds `count` parts [H, BUCKETS] of the gradients of biases to those of the call, in order. */
+void mt_attention_add_dbias(const mt_attention *a, const float *parts, int64_t count, mt_stream *stream);
 
 /* Zeroes dk and dv of all keys of the spans; later kernels add to them. */
 void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
@@ -559,16 +574,16 @@ static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
 /* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
 void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
-/* True if the flash kernels take these operands: 16-bit elements in rows that allow 16-byte loads. Each kernel checks
- * its head sizes itself, and dropout if it has none. */
-static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
+/* True if the flash kernels take these operands: 16-bit elements in rows that allow 16-byte loads, without biases. Each
+ * kernel checks its head sizes itself, and dropout if it has none. */
+static inline bool flash_serves(const mt_attention *a, mt_dtype dtype, bool has_biases = false) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)
         if ((uintptr_t)operand % 16 != 0) return false;
     int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return dtype != MT_F32 && a->scale > 0 && !a->bias.w;
+    return dtype != MT_F32 && a->scale > 0 && (!a->bias.w || has_biases);
 }
 
 #endif

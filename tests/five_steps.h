@@ -16,6 +16,22 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return 0;
 }
 
+/* True if each rank of the world has a GPU, which is `backend` from then on. */
+__attribute__((unused)) static bool take_gpus(const mt_group *ranks) {
+    mt_error error;
+    if (mt_cuda_num_gpus() < ranks->size) return false;
+    backend = mt_cuda_open(ranks->rank, &error);
+    if (!backend) mt_die("%s", error.text);
+    return true;
+}
+
+/* Builds a grid, and on GPUs the communicators of its groups. */
+__attribute__((unused)) static void build_grid(mt_grid *grid, const mt_options *options) {
+    mt_error error;
+    if (mt_grid_build(grid, options, &error) != 0) fail_msg("%s", error.text);
+    if (backend->on_device && !mt_backend_open(MT_DEVICE_CUDA, grid, &error)) fail_msg("%s", error.text);
+}
+
 /* Five steps of AdamW; losses and gradient norms before clipping. */
 __attribute__((unused)) static void train_five_steps(const char *name, const mt_grid *grid, int64_t micro_batch_size,
                                                      const char *words, double losses[STEPS], double norms[STEPS]) {
