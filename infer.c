@@ -166,12 +166,15 @@ static bool answer_lines(mt_inference *r) {
 /* Rates of all data-parallel ranks together. */
 static void print_rates(const mt_inference *r) {
     mt_generator_totals t = mt_generator_read_totals(r->generator);
-    double tokens[] = {(double)t.prefill_tokens, (double)t.decode_tokens, (double)t.new_tokens};
-    mt_all_reduce_sum(&r->grid.data, tokens, 3, MT_F64);
+    double tokens[] = {(double)t.prefill_tokens, (double)t.decode_tokens, (double)t.new_tokens,
+                       (double)t.drafted_tokens, (double)t.accepted_tokens};
+    mt_all_reduce_sum(&r->grid.data, tokens, 5, MT_F64);
     if (!r->is_first) return;
     fprintf(stderr, "read %.0f tokens, %.1f tokens/s; then wrote %.0f, %.1f tokens/s\n", tokens[0],
             t.prefill_tokens ? tokens[0] / t.prefill_seconds : 0, tokens[2],
             t.decode_tokens ? tokens[1] / t.decode_seconds : 0);
+    if (r->options.num_speculative_tokens > 0)
+        fprintf(stderr, "accepted %.0f of %.0f drafted tokens\n", tokens[4], tokens[3]);
 }
 
 static void score(mt_inference *r) {

@@ -12301,17 +12301,19 @@ static void mt_offload_fetch(const mt_model *m, const mt_pass *p, int64_t layer)
  * head, so the stage with the loss has a copy of the embedding, and both gradients are summed. With
  * --mtp-use-repeated-layer one module stands at every depth: each depth has saved values and random numbers of its own,
  * and all add to the same gradients. Invariants: the host rolls tokens and labels within each whole sequence, so
- * results do not depend on the layout; generation and evaluation use no modules. Beside a policy loss the modules have
- * the loss of pre-training, on the tokens that count there. */
+ * results do not depend on the layout; evaluation uses no modules. Beside a policy loss the modules have the loss of
+ * pre-training, on the tokens that count there. In generation they draft tokens (mt_model_draft), with a cache of keys
+ * and values for each depth; depths beyond the last module repeat it. */
 
 /* Multi-token prediction on the rank with the loss. */
 typedef struct mt_mtp {
-    int64_t count;   // modules of this rank, or depths of its repeated module
-    mt_batch rolled; // on the host: a micro-batch shifted by k tokens
-    float *weights;  // on the host: weights of the tokens of `rolled`
-    float *logp;     // [max_logits]
-    void *dhidden;   // [R, C] gradient of a module's input hidden state
-    void *djoined;   // [R, 2C]
+    int64_t count;                  // modules of this rank, or depths of its repeated module
+    mt_batch rolled;                // on the host: a micro-batch shifted by k tokens
+    float *weights;                 // on the host: weights of the tokens of `rolled`
+    float *logp;                    // [max_logits]
+    void *dhidden;                  // [R, C] gradient of a module's input hidden state
+    void *djoined;                  // [R, 2C]
+    void *cache[MT_MAX_MTP_LAYERS]; // of depth k with drafts: [cache_rows, C] its input hidden states
 } mt_mtp;
 
 /* Shifts a micro-batch by one token within each sequence; the last token gets loss mask 0. */
@@ -12377,7 +12379,7 @@ static mt_layer *mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
 
 /* True if this is a further depth of the module before it, with that module's parameters. */
 static bool mt_mtp_repeats(const mt_model *m, const mt_layer *w) {
-    return w->number > m->options->num_layers && m->options->mtp_use_repeated_layer;
+    return w->number >= m->options->num_layers + mt_num_mtp_modules(m->options);
 }
 
 /* Gives all depths of a repeated module the parameters of the first, whenever their pointers change. */
@@ -14138,6 +14140,8 @@ static void mt_plan_buckets(mt_model *m) {
         m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
         m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
     }
+    for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
+        m->mtp->cache[depth] = mt_arena_alloc(cache, m->plan.cache_rows * m->C * mt_dtype_size(m->dtype));
     m->bytes[MT_PLAN_WEIGHTS] = arena->used, m->bytes[MT_PLAN_GRADIENTS] = grads->used;
     m->bytes[MT_PLAN_OPTIMIZER] = optimizer->used, m->bytes[MT_PLAN_CACHE] = cache->used;
 }
@@ -15998,6 +16002,11 @@ static int64_t mt_widest_row(const mt_model *m) {
     return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
 }
 
+/* Rows of logits of a decode step: those behind each sequence's last token and behind its drafts. */
+static int64_t mt_decode_rows(const mt_model_plan *plan) {
+    return plan->cache_sequences * (1 + plan->num_drafts);
+}
+
 /* Communication buffers of tensor and pipeline parallelism. */
 static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
@@ -16007,7 +16016,7 @@ static void mt_plan_parallel(mt_model *m, mt_arena *arena) {
     }
     if (ranks > 1 && m->has_loss) {
         m->loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
-        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, m->plan.cache_sequences) * m->V * size;
+        int64_t bytes = ranks * mt_max(MT_STAGED_ROWS, mt_decode_rows(&m->plan)) * m->V * size;
         m->gathered_logits = mt_arena_alloc(arena, bytes);
         if (m->plan.cache_sequences > 0) m->whole_logits = mt_arena_alloc(arena, bytes);
     }
@@ -16088,7 +16097,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4), m->logp = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
-    if (m->mtp->count > 0) {
+    if (m->mtp->count > 0 && m->plan.train) {
         m->mtp->logp = mt_arena_alloc(arena, rows * 4);
         m->mtp->dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp->djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
@@ -16308,7 +16317,8 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
     m->stages = mt_model_calloc(m, vp * (int64_t)sizeof *all), m->first_local = mt_model_calloc(m, (vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
         m->stages[chunk] = all[chunk * pp + rank];
-        if (!m->plan.train) m->stages[chunk].num_mtp = 0;
+        if (!m->plan.train && m->stages[chunk].num_mtp > 0)
+            m->stages[chunk].num_mtp = m->plan.num_drafts > 0 ? mt_max(o->mtp_num_layers, m->plan.num_drafts) : 0;
         m->mtp->count += m->stages[chunk].num_mtp;
         m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers + m->stages[chunk].num_mtp;
         m->has_embedding |= m->stages[chunk].embedding;
@@ -16918,7 +16928,7 @@ static int mt_model_start(mt_model *m, mt_error *error) {
     if (m->host_optimizer) mt_host_optimizer_start(m);
     if (m->fp8) mt_fp8_start(m);
     mt_context_open(m);
-    if (m->mtp->count > 0) {
+    if (m->mtp->count > 0 && m->plan.train) {
         mt_batch_alloc(&m->mtp->rolled, m->plan.max_tokens * m->grid->context.size);
         m->mtp->weights = mt_model_calloc(m, m->plan.max_tokens * m->grid->context.size * 4);
     }
@@ -17317,6 +17327,17 @@ static mt_micro_batch *mt_decode_output(mt_model *m) {
     return mt_micro_batch_find(m, m->num_chunks - 1, -1);
 }
 
+/* Keeps the final norm of all tokens of a decode pass for the first module of multi-token prediction. */
+static void mt_draft_keep(mt_model *m, const mt_pass *p) {
+    const mt_output *out = &p->mb->outputs[0];
+    mt_bucket_acquire(m, m->output_bucket);
+    mt_norm_residual_forward(m, p, &m->outer.final_norm, &out->norm, out->hidden);
+    mt_bucket_release(m, m->output_bucket);
+    m->ops->scatter_rows(&(mt_row_args){p->T, m->C, p->batch->cache_rows, .from = out->norm.y, .to = m->mtp->cache[0],
+                                        .from_stride = m->C},
+                         m->dtype, p->stream);
+}
+
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step's row i is token i. */
 static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_pass p;
@@ -17329,6 +17350,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
         m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
         mt_stage_forward(m, &p);
     }
+    if (m->plan.num_drafts > 0 && m->has_loss) mt_draft_keep(m, &p);
     if (rows == 0 || !m->has_loss) return; // part of a prompt, or the logits are on another rank
     void *hidden = p.mb->outputs[0].hidden;
     void *chosen = mt_residual_is_wide(m) ? m->scratch.widened : m->scratch.block_out;
@@ -17392,14 +17414,12 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_logits_to_host(m, mt_decode_output(m)->outputs[0].logits, logits, num_rows, true);
 }
 
-void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
-                            mt_sampled *sampled) {
+/* Samples from rows of this rank's part of the logits with m->uniforms; every rank of the model gets the tokens. */
+static void mt_logits_sample(mt_model *m, void *logits, int64_t num_rows, const mt_sampling *sampling,
+                             mt_sampled *sampled) {
     int64_t ranks = m->grid->tensor.size, bytes = num_rows * (int64_t)sizeof *sampled;
-    void *logits = mt_decode_output(m)->outputs[0].logits, *whole = ranks > 1 ? m->whole_logits : logits;
-    MT_CHECK(ranks == 1 || num_rows <= m->plan.cache_sequences);
-    if (sampling->temperature > 0) m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
-    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    void *whole = ranks > 1 ? m->whole_logits : logits;
+    MT_CHECK(ranks == 1 || num_rows <= mt_decode_rows(&m->plan));
     if (m->has_loss && num_rows > 0) {
         if (ranks > 1) mt_logits_gather(m, whole, logits, num_rows);
         mt_sample_args a = {num_rows, ranks * m->V, m->options->vocab_size, sampling, whole, m->uniforms, m->sampled};
@@ -17407,6 +17427,55 @@ void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *c
     }
     mt_copy_wait(m, m->staged_logits, m->sampled, bytes); // pinned memory
     mt_broadcast_from_last_stage(m, memcpy(sampled, m->staged_logits, (size_t)bytes), bytes);
+}
+
+void mt_model_decode_sample(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, const mt_sampling *sampling, const double *uniforms,
+                            mt_sampled *sampled) {
+    if (sampling->temperature > 0) m->ops->memory_copy(m->uniforms, uniforms, num_rows * 8, m->stream);
+    mt_decode_enqueue(m, batch, cache_rows, rows, num_rows);
+    mt_logits_sample(m, mt_decode_output(m)->outputs[0].logits, num_rows, sampling, sampled);
+}
+
+/* Module k = `depth` of multi-token prediction on a batch whose token at position t is token t + k + 1 of its sequence:
+ * reads the hidden states that the model, or the module before, has kept in the cache, keeps its own, and gives logits
+ * of token t + k + 2, as training does. Ranks without the loss compute nothing. Returns the logits. */
+static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, const int32_t *cache_rows,
+                           const int32_t *rows, int64_t num_rows) {
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_micro_batch *mb = mt_decode_output(m);
+    const mt_output *out = &mb->outputs[1 + depth];
+    if (!m->has_loss) return NULL;
+    mt_pass p = mt_pass_begin(m, mb), chosen;
+    p.decode = true, p.adapter_rows = mb->adapter_rows;
+    p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0;
+    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], (char *)mb->batch.labels - mb->device_batch, m->stream);
+    int64_t layer = mt_mtp_index(m, &p, depth);
+    const mt_layer *w = mt_mtp_layer(m, &p, depth);
+    mt_activations *a = mt_values_of(m, &p, layer);
+    void *hidden = mb->outputs[depth].norm.y;
+    m->ops->gather_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = m->mtp->cache[depth], .to = hidden},
+                        m->dtype, p.stream);
+    mt_scale(m, &p, hidden, mt_head_scale(m)); // as mt_head_forward
+    mt_embed_forward(m, &p, out->embedded, p.batch->tokens, w->number);
+    mt_bucket_acquire(m, w->bucket);
+    mt_mtp_join_forward(m, &p, depth, mt_residual_begin(m, a->input));
+    mt_residual_finish(m, &p, a->input);
+    mt_layers_forward(m, &p, layer, layer + 1, (mt_layer_result){.out = out->hidden},
+                      (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+    mt_bucket_release(m, w->bucket);
+    if (depth + 1 < m->plan.num_drafts)
+        m->ops->scatter_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = out->norm.y,
+                                            .to = m->mtp->cache[depth + 1], .from_stride = m->C},
+                             m->dtype, p.stream);
+    if (num_rows == 0) return out->logits;
+    mt_output head = *out;
+    head.norm.y = m->scratch.block_out, chosen = p;
+    m->ops->gather_rows(&(mt_row_args){num_rows, m->C, p.batch->logit_rows, .from = out->norm.y, .to = head.norm.y},
+                        m->dtype, p.stream);
+    chosen.T = chosen.tp.T = chosen.rows = chosen.tp.rows = num_rows;
+    mt_head_forward(m, &chosen, &head);
+    return out->logits;
 }
 
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
@@ -17424,6 +17493,10 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
                 m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
                                     copy->rows * bytes[i], m->stream);
     }
+    for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
+        m->ops->memory_copy(mt_at(m->mtp->cache[depth], copy->to * m->C, m->dtype),
+                            mt_at(m->mtp->cache[depth], copy->from * m->C, m->dtype),
+                            copy->rows * m->C * mt_dtype_size(m->dtype), m->stream);
 }
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
@@ -17492,6 +17565,10 @@ typedef struct mt_cache_slot {
     int64_t used;     // number of the forward that used it last
     int64_t sequence; // index of the sequence that runs in it; -1: none
     int64_t adapter;  // mt_sequence.adapter of the tokens
+    /* with drafts */
+    int64_t num_drafts;  // tokens of the forward at hand that are drafts, the last of num_cached
+    int64_t num_drafted; // tokens that all modules have read
+    int64_t num_shared;  // tokens in pages of another text, which the modules do not read again
     /* with states, which stand after a number of tokens; 0: no state */
     int64_t state_tokens; // the running state, before the forward at hand
     int64_t kept_tokens;  // the kept state
@@ -17523,8 +17600,8 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
         b->slots = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->slots);
         b->batch.pages = mt_arena_alloc(&arena, (slots * per_slot + 1) * 4);
         b->cache_rows = mt_arena_alloc(&arena, plan->max_tokens * 4);
-        b->logit_rows = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 4);
-        b->logit_sequences = mt_arena_alloc(&arena, (slots + plan->max_viewed) * 8);
+        b->logit_rows = mt_arena_alloc(&arena, (slots * (1 + plan->num_drafts) + plan->max_viewed) * 4);
+        b->logit_sequences = mt_arena_alloc(&arena, (slots * (1 + plan->num_drafts) + plan->max_viewed) * 8);
         b->begun = mt_arena_alloc(&arena, slots * 8);
         if (plan->num_adapters > 0) {
             b->batch.adapter_rows = mt_arena_alloc(&arena, (plan->num_adapters + 1) * 8);
@@ -17570,6 +17647,7 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
         if (--b->references[page] == 0) b->free_pages[b->num_free++] = page;
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
+    s->num_drafted = mt_min(s->num_drafted, tokens), s->num_shared = mt_min(s->num_shared, tokens);
     if (s->state_tokens > tokens) s->state_tokens = 0;
     if (s->kept_tokens > tokens) s->kept_tokens = 0;
     if (s->keep_at > tokens) s->keep_at = 0;
@@ -17612,6 +17690,15 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
+/* Pages for the drafts of running sequence i, as far as there are free ones; the other drafts are dropped. */
+static void mt_batcher_grow_drafts(mt_batcher *b, mt_sequence *sequence) {
+    mt_cache_slot *s = &b->slots[sequence->slot];
+    int64_t rows = b->plan.page_rows, wanted = s->num_cached + 1 + sequence->num_drafts;
+    while (s->num_pages * rows < wanted && mt_pages_reserve(b, 1))
+        mt_cache_slot_add_page(b, sequence->slot, b->free_pages[--b->num_free]);
+    sequence->num_drafts -= mt_max(wanted - s->num_pages * rows, 0);
+}
+
 /* The number of leading tokens that are the same, of at most `limit`. */
 static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
     int64_t n = 0;
@@ -17622,7 +17709,8 @@ static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limi
 /* The same for a slot's text and a sequence: another adapter has other keys and values. */
 static int64_t mt_cache_slot_equal(const mt_cache_slot *s, const mt_sequence *sequence) {
     if (s->adapter != sequence->adapter) return 0;
-    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(s->num_cached, sequence->num_tokens - 1));
+    int64_t read = s->num_cached - s->num_drafts; // drafts may be dropped
+    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(read, sequence->num_tokens - 1));
 }
 
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
@@ -17722,6 +17810,8 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     if (copies)
         b->copies[b->num_copies++] = (mt_cache_copy){next * rows, mt_cache_slot_pages(b, slot)[full] * rows, tail};
     s->num_cached = common, s->num_computed = mt_min(computed, common);
+    s->num_drafted = common, sequence->num_drafts = 0;
+    if (slot != source) s->num_shared = full * rows;
     if (b->plan.has_states) mt_batcher_take_state(b, slot, source, common, from_kept, kept);
     s->keep_at = keep_at;
     sequence->slot = slot;
@@ -17776,6 +17866,8 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     int64_t wanted = sequence->num_tokens - cached, count = mt_min(wanted, b->plan.max_tokens - start);
     if (s->keep_at > cached) count = mt_min(count, s->keep_at - cached);
     bool is_prefill = wanted > 1 || cached < sequence->num_prompt;
+    s->num_drafts = is_prefill || count < wanted ? 0 : mt_min(sequence->num_drafts, b->plan.max_tokens - start - count);
+    if (s->num_drafts > 0) wanted += s->num_drafts, count = wanted;
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
     if (count == 0) return;
@@ -17798,14 +17890,15 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->prefill.keys += mt_prompt_keys(cached, count);
     }
     for (int64_t t = start; t < start + viewed; t++) mt_batcher_add_logits(b, t, i);
-    if (count == wanted) mt_batcher_add_logits(b, start + count - 1, i);
+    for (int64_t t = start + count - 1 - s->num_drafts; t < start + count && count == wanted; t++)
+        mt_batcher_add_logits(b, t, i);
 }
 
 /* The forward before has run: its tokens are computed, and states that were to be kept are copied. */
 static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     mt_cache_slot *s = &b->slots[slot];
     if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
-    s->sequence = -1, s->num_computed = s->num_cached;
+    s->sequence = -1, s->num_computed = s->num_cached, s->num_drafts = 0;
     if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
     s->kept_tokens = s->keep_at, s->keep_at = 0;
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
@@ -17858,8 +17951,10 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     }
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
-            mt_batcher_grow(b, sequences, i))
+            mt_batcher_grow(b, sequences, i)) {
+            mt_batcher_grow_drafts(b, &sequences[i]);
             mt_batcher_add(b, &sequences[i], i);
+        }
     for (int64_t i = 0; i < count; i++) // prompts that are partly read
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached < sequences[i].num_tokens)
             mt_batcher_add(b, &sequences[i], i);
@@ -17872,6 +17967,22 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     }
     if (b->added) mt_batcher_order(b, sequences);
     return b->batch.num_tokens;
+}
+
+bool mt_batcher_row_follows(const mt_batcher *b, const mt_sequence *sequences, int64_t logit_row) {
+    const mt_sequence *sequence = &sequences[b->logit_sequences[logit_row]];
+    int64_t row = b->logit_rows[logit_row], position = b->batch.positions[row];
+    if (sequence->finish != MT_UNFINISHED) return false;
+    return position + 1 == sequence->num_tokens && b->batch.tokens[row] == sequence->tokens[position];
+}
+
+void mt_batcher_settle(mt_batcher *b, mt_sequence *sequences) {
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++) {
+        mt_cache_slot *s = &b->slots[slot];
+        if (s->sequence < 0) continue;
+        if (s->num_drafts > 0) mt_cache_slot_cut(b, slot, sequences[s->sequence].num_tokens - 1);
+        s->num_drafts = sequences[s->sequence].num_drafts = 0;
+    }
 }
 
 mt_streams mt_batcher_streams(const mt_batcher *b, const mt_sequence *sequences, int64_t count) {
@@ -17898,15 +18009,26 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
 
 /* ---- a generator: a batcher and a model */
 
+/* The pass of the modules of multi-token prediction behind a forward. */
+typedef struct mt_drafting {
+    mt_batch batch; // labels: the index of each token in its sequence, for the first module; its page table is lent
+    int32_t *cache_rows;         // [max_tokens]
+    int32_t *logit_rows;         // [max_sequences]
+    int64_t num_logits, *logits; // [num_logits] the sequence of each
+    int64_t *owners;             // [num_spans] the sequence of each span
+} mt_drafting;
+
 struct mt_generator {
     mt_model *model;
     mt_sampling sampling;
     mt_stops stops;
     mt_batcher *batcher;
     const mt_group *together; // replicas of the model whose forwards need each other; NULL: none
-    float *logits;            // [max_sequences + max_viewed, vocab_size] on the host; NULL: the device samples
-    double *uniforms;         // [max_sequences]
-    mt_sampled *sampled;      // [max_sequences]
+    float *logits;            // [decode rows + max_viewed, vocab_size] on the host; NULL: the device samples
+    double *uniforms;         // [decode rows]
+    mt_sampled *sampled;      // [decode rows + max_viewed]
+    bool *taken;              // [decode rows + max_viewed] rows whose token was known, or appended
+    mt_drafting drafting;
     mt_generator_totals totals;
 };
 
@@ -17916,8 +18038,8 @@ void mt_plan_generation(mt_model_plan *plan, int64_t count, int64_t max_tokens, 
     int64_t most = mt_divide_up(plan->max_position, plan->page_rows), pages = count * most;
     if (cache_tokens > 0) pages = mt_max(most, mt_min(mt_divide_up(cache_tokens, plan->page_rows), pages));
     plan->cache_rows = (pages + 1) * plan->page_rows; // the last page takes the padding of batches
-    plan->max_tokens = mt_max(mt_max(plan->max_tokens, plan->max_inputs), count);
-    plan->max_logits = mt_max(plan->max_logits, count);
+    plan->max_tokens = mt_max(mt_max(plan->max_tokens, plan->max_inputs), mt_decode_rows(plan));
+    plan->max_logits = mt_max(plan->max_logits, mt_decode_rows(plan));
 }
 
 /* True if a sampling needs the logits on the host. */
@@ -17925,25 +18047,34 @@ static bool mt_sampling_penalizes(const mt_sampling *s) {
     return s->repetition_penalty > 0 && s->repetition_penalty != 1;
 }
 
+static void mt_drafting_open(mt_drafting *d, const mt_model_plan *plan, int64_t max_tokens) {
+    mt_batch_alloc(&d->batch, max_tokens);
+    d->cache_rows = mt_calloc(max_tokens * 4), d->owners = mt_calloc(max_tokens * 8);
+    d->logit_rows = mt_calloc(plan->cache_sequences * 4), d->logits = mt_calloc(plan->cache_sequences * 8);
+}
+
 static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampling, const mt_stops *stops,
                                        int64_t max_viewed) {
     mt_generator *g = mt_calloc(sizeof *g);
     const mt_model_plan *plan = &model->plan;
-    int64_t most = plan->cache_sequences, together = model->grid->data.size;
+    int64_t most = mt_decode_rows(plan), together = model->grid->data.size;
     MT_CHECK(plan->page_rows > 0 && most + max_viewed <= plan->max_logits);
     *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops};
     if (together > 1 && !mt_forward_is_own(model)) g->together = &model->grid->data;
-    mt_batcher_plan batching = {.max_sequences = most, .max_length = plan->max_position, .page_rows = plan->page_rows};
+    mt_batcher_plan batching = {
+        .max_sequences = plan->cache_sequences, .max_length = plan->max_position, .page_rows = plan->page_rows};
     batching.max_tokens = model->max_rows, batching.num_pages = plan->cache_rows / plan->page_rows - 1;
     batching.has_states = mt_has_states(model->options), batching.max_viewed = max_viewed;
     batching.max_inputs = plan->max_inputs;
     MT_CHECK((plan->max_inputs > 0) == mt_has_encoder(model));
-    batching.num_adapters = plan->num_adapters;
+    batching.num_adapters = plan->num_adapters, batching.num_drafts = plan->num_drafts;
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
     g->uniforms = mt_calloc(most * 8);
     g->sampled = mt_malloc((most + max_viewed) * (int64_t)sizeof *g->sampled);
+    g->taken = mt_calloc((most + max_viewed) * (int64_t)sizeof *g->taken);
+    if (plan->num_drafts > 0) mt_drafting_open(&g->drafting, plan, model->max_rows);
     mt_params_gather_all(model); // an optimizer step may have left them sharded
     return g;
 }
@@ -17964,6 +18095,9 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->logits);
     free(g->uniforms);
     free(g->sampled);
+    free(g->taken);
+    free(g->drafting.cache_rows), free(g->drafting.owners), free(g->drafting.logit_rows), free(g->drafting.logits);
+    mt_batch_free(&g->drafting.batch);
     free(g);
 }
 
@@ -17990,16 +18124,37 @@ static bool mt_generator_agrees(const mt_generator *g, const mt_sequence *sequen
     return true;
 }
 
+/* A sequence as it was, or is to be, with so many tokens: drafts stand behind its own. */
+static mt_sequence mt_sequence_with(const mt_sequence *sequence, int64_t num_tokens) {
+    mt_sequence with = *sequence;
+    with.num_tokens = num_tokens;
+    return with;
+}
+
+/* A token of the sequence, with num_tokens tokens, from logits on the host. */
+static mt_sampled mt_generator_sample_row(const mt_generator *g, const mt_sequence *sequence, int64_t num_tokens,
+                                          const float *logits, int32_t *scratch) {
+    mt_sequence with = mt_sequence_with(sequence, num_tokens);
+    return mt_sample(logits, g->model->options->vocab_size, mt_generator_sampling(g, sequence), &with, scratch);
+}
+
+/* The random number of the token behind num_tokens tokens of the sequence. */
+static double mt_generator_uniform(const mt_generator *g, const mt_sequence *sequence, int64_t num_tokens) {
+    mt_sequence with = mt_sequence_with(sequence, num_tokens);
+    return mt_sequence_uniform(&with, mt_generator_sampling(g, sequence)->seed);
+}
+
 /* Runs the model's forward and samples a token from each of `rows` rows of logits that gives one. */
 static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, int64_t rows) {
     mt_batcher *b = g->batcher;
     int64_t V = g->model->options->vocab_size;
+    const int32_t *positions = b->batch.positions;
     if (mt_generator_agrees(g, sequences)) {
         const mt_sampling *sampling = &g->sampling;
         for (int64_t row = 0; row < b->num_logits; row++) {
             const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
             sampling = mt_generator_sampling(g, sequence);
-            g->uniforms[row] = mt_sequence_uniform(sequence, sampling->seed);
+            g->uniforms[row] = mt_generator_uniform(g, sequence, positions[b->logit_rows[row]] + 1);
         }
         mt_model_decode_sample(g->model, &b->batch, b->cache_rows, b->logit_rows, rows, sampling, g->uniforms,
                                g->sampled);
@@ -18012,8 +18167,8 @@ static void mt_generator_sample(mt_generator *g, const mt_sequence *sequences, i
     for (int64_t row = 0; row < b->num_logits; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
         if (!mt_batcher_row_is_viewed(b, sequences, row))
-            g->sampled[row] = mt_sample(g->logits + row * V, V, mt_generator_sampling(g, sequence), sequence,
-                                        (int32_t *)mt_scratch_slice(scratch));
+            g->sampled[row] = mt_generator_sample_row(g, sequence, positions[b->logit_rows[row]] + 1,
+                                                      g->logits + row * V, (int32_t *)mt_scratch_slice(scratch));
     }
 }
 
@@ -18024,7 +18179,7 @@ static void mt_generator_show(const mt_generator *g, const mt_sequence *sequence
 #pragma omp parallel for schedule(dynamic) if (b->num_logits * V > MT_PARALLEL)
     for (int64_t row = 0; row < b->num_logits; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
-        if (sequence->view)
+        if (sequence->view && g->taken[row])
             sequence->view(sequence->view_context, sequence, b->batch.positions[b->logit_rows[row]],
                            g->logits + row * V);
     }
@@ -18064,12 +18219,128 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
                (size_t)width * 4);
 }
 
+/* Counts the drafts that the forward has read, and drops the others. */
+static void mt_generator_settle(mt_generator *g, mt_sequence *sequences) {
+    mt_batcher *b = g->batcher;
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++) {
+        const mt_cache_slot *s = &b->slots[slot];
+        if (s->sequence < 0 || s->num_drafts == 0) continue;
+        g->totals.drafted_tokens += s->num_drafts;
+        int64_t before =
+            s->num_cached - s->num_drafts; // a token is new beside those accepted, unless one ended the text
+        g->totals.accepted_tokens += mt_max(sequences[s->sequence].num_tokens - before - 1, 0);
+    }
+    mt_batcher_settle(b, sequences);
+}
+
+/* Adds to the modules' batch the tokens of a slot that the forward has computed and that they have not read: those
+ * whose next tokens were not known, or drafts that were not accepted, once more. The token that the first module
+ * reads beside the hidden state at position t is that at t + 1. Drafts follow where all tokens but the last are read.
+ */
+static void mt_drafting_add(const mt_batcher *b, mt_drafting *d, int64_t max_tokens, int64_t slot,
+                            const mt_sequence *sequence) {
+    mt_cache_slot *s = &b->slots[slot];
+    const int32_t *pages = mt_cache_slot_pages(b, slot);
+    int64_t rows = b->plan.page_rows, start = d->batch.num_tokens,
+            known = sequence->num_tokens - 1 - b->plan.num_drafts;
+    int64_t first = mt_max(mt_min(s->num_drafted, mt_max(known, 0)), s->num_shared);
+    int64_t count = mt_min(s->num_cached - first, max_tokens - start);
+    if (count <= 0) return;
+    for (int64_t t = start, at = first; at < first + count; t++, at++) {
+        d->batch.positions[t] = (int32_t)at, d->batch.labels[t] = (int32_t)at + 1;
+        d->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
+    }
+    d->owners[d->batch.num_spans] = s->sequence;
+    int64_t first_row = slot * mt_pages_per_slot(&b->plan) * rows;
+    d->batch.spans[d->batch.num_spans++] = (mt_span){start, count, first_row, first + count, true};
+    d->batch.num_tokens += count, s->num_drafted = first + count;
+    bool goes_on = sequence->finish == MT_UNFINISHED && sequence->num_tokens + 1 < sequence->max_tokens;
+    if (!goes_on || s->num_drafted + 1 < sequence->num_tokens) return;
+    d->logit_rows[d->num_logits] = (int32_t)(start + count - 1), d->logits[d->num_logits++] = s->sequence;
+}
+
+/* Fills an empty batch with a token that nobody reads, for replicas whose forwards need each other. */
+static void mt_drafting_pad(const mt_batcher *b, mt_drafting *d) {
+    int64_t key = b->plan.max_sequences * mt_pages_per_slot(&b->plan) * b->plan.page_rows;
+    d->batch.tokens[0] = d->batch.positions[0] = d->batch.labels[0] = 0;
+    d->cache_rows[0] = (int32_t)(b->plan.num_pages * b->plan.page_rows), d->logit_rows[0] = 0;
+    d->batch.spans[0] = (mt_span){0, 1, key, 1, true}, d->owners[0] = -1;
+    d->batch.num_tokens = d->batch.num_spans = 1;
+}
+
+/* Tokens for the module `depth`: it reads one token further ahead than the module before. */
+static void mt_drafting_fill(mt_drafting *d, const mt_sequence *sequences, int64_t depth) {
+    for (int64_t i = 0; i < d->batch.num_spans && d->owners[i] >= 0; i++) {
+        const mt_sequence *sequence = &sequences[d->owners[i]];
+        int64_t end = sequence->num_tokens + sequence->num_drafts; // tokens further ahead are read again when known
+        for (int64_t t = d->batch.spans[i].q_start; t < d->batch.spans[i].q_start + d->batch.spans[i].q_len; t++)
+            d->batch.tokens[t] = sequence->tokens[mt_min(d->batch.labels[t] + depth, end - 1)];
+    }
+}
+
+/* Runs the module `depth` and samples a draft behind each row of logits, with the random number of the token that the
+ * model will give there: then both are the same token more often than two draws would be. */
+static void mt_generator_draft_depth(mt_generator *g, const mt_sequence *sequences, int64_t depth) {
+    mt_drafting *d = &g->drafting;
+    mt_model *m = g->model;
+    int64_t n = d->num_logits, V = m->options->vocab_size;
+    const mt_sampling *first = n > 0 ? mt_generator_sampling(g, &sequences[d->logits[0]]) : &g->sampling;
+    bool agrees = true;
+    for (int64_t row = 0; row < n; row++) {
+        const mt_sequence *sequence = &sequences[d->logits[row]];
+        const mt_sampling *sampling = mt_generator_sampling(g, sequence);
+        agrees = agrees && !mt_sampling_penalizes(sampling) && mt_samplings_agree(first, sampling);
+        g->uniforms[row] = mt_generator_uniform(g, sequence, sequence->num_tokens + sequence->num_drafts);
+    }
+    int64_t rows = n == 0 && g->together ? 1 : n; // the head's weights are gathered on all
+    void *logits = mt_draft_pass(m, depth, &d->batch, d->cache_rows, d->logit_rows, rows);
+    if (agrees) {
+        mt_sampling sampling = *first;
+        sampling.logprobs = false;
+        if (sampling.temperature > 0) m->ops->memory_copy(m->uniforms, g->uniforms, rows * 8, m->stream);
+        mt_logits_sample(m, logits, rows, &sampling, g->sampled);
+        return;
+    }
+    MT_CHECK(g->logits);
+    mt_logits_to_host(m, logits, g->logits, n, true);
+    mt_scratch scratch = mt_scratch_reserve(2 * V);
+    for (int64_t row = 0; row < n; row++) {
+        const mt_sequence *sequence = &sequences[d->logits[row]];
+        g->sampled[row] = mt_generator_sample_row(g, sequence, sequence->num_tokens + sequence->num_drafts,
+                                                  g->logits + row * V, (int32_t *)mt_scratch_slice(scratch));
+    }
+}
+
+/* Drafts tokens for the running sequences: behind num_tokens, in the sequences' memory. A draft that is not a number
+ * ends the drafts of its sequence; the model's own logits decide whether that is an error. */
+static void mt_generator_draft(mt_generator *g, mt_sequence *sequences) {
+    mt_batcher *b = g->batcher;
+    mt_drafting *d = &g->drafting;
+    mt_generator_settle(g, sequences);
+    d->batch.num_tokens = d->batch.num_spans = d->num_logits = 0, d->logit_rows[0] = 0, d->batch.pages = b->batch.pages;
+    for (int64_t slot = 0; slot < b->plan.max_sequences; slot++)
+        if (b->slots[slot].sequence >= 0)
+            mt_drafting_add(b, d, b->plan.max_tokens, slot, &sequences[b->slots[slot].sequence]);
+    if (d->batch.num_tokens == 0 && !g->together) return;
+    if (d->batch.num_tokens == 0) mt_drafting_pad(b, d);
+    for (int64_t depth = 0; depth < b->plan.num_drafts; depth++) {
+        mt_drafting_fill(d, sequences, depth);
+        mt_generator_draft_depth(g, sequences, depth);
+        for (int64_t row = 0; row < d->num_logits; row++) {
+            mt_sequence *sequence = &sequences[d->logits[row]];
+            bool has_room = sequence->num_tokens + sequence->num_drafts + 1 < sequence->max_tokens;
+            if (!has_room || sequence->num_drafts < depth || g->sampled[row].token < 0) continue;
+            sequence->tokens[sequence->num_tokens + sequence->num_drafts++] = g->sampled[row].token;
+        }
+    }
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
     bool shows = false;
     int status = 0;
-    int64_t rows = b->num_logits;
+    int64_t rows = b->num_logits, appended = 0;
     mt_batcher_pad(b, 1); // other replicas may have tokens or logits; the head's weights are gathered on all
     if (rows == 0 && g->together) b->logit_rows[0] = 0, rows = 1;
     for (int64_t i = 0; i < b->num_begun; i++) {
@@ -18080,14 +18351,21 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
     mt_generator_sample(g, sequences, rows);
-    for (int64_t row = 0; row < b->num_logits && status == 0; row++)
-        if (!mt_batcher_row_is_viewed(b, sequences, row))
-            status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+    for (int64_t row = 0; row < b->num_logits && status == 0; row++) {
+        bool follows = mt_batcher_row_follows(b, sequences, row);
+        g->taken[row] = follows || mt_batcher_row_is_viewed(b, sequences, row);
+        if (!follows) continue;
+        status = mt_generator_append(g, &sequences[b->logit_sequences[row]], &g->sampled[row], error);
+        appended++;
+    }
     for (int64_t row = 0; row < b->num_logits && status == 0 && g->model->kept; row++) {
         const mt_sequence *sequence = &sequences[b->logit_sequences[row]];
         if (sequence->routes && sequence->finish != MT_UNFINISHED) mt_generator_take_routes(g, sequence);
     }
     if (shows && status == 0) mt_generator_show(g, sequences);
+    g->totals.new_tokens += appended;
+    if (b->prefill.tokens == 0) g->totals.decode_tokens += appended;
+    if (b->plan.num_drafts > 0) mt_generator_draft(g, sequences); // after an error too: other replicas wait for it
     return status;
 }
 
@@ -18098,8 +18376,6 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
     int status = mt_generator_forward(g, sequences, error);
     const mt_prefill *read = &g->batcher->prefill;
     totals->prefill_tokens += read->tokens;
-    totals->decode_tokens += read->tokens > 0 ? 0 : g->batcher->num_logits;
-    totals->new_tokens += g->batcher->num_logits - read->viewed;
     *(read->tokens > 0 ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     double sums[] = {(double)mt_sequences_unfinished(sequences, count), status != 0};
     if (g->together) mt_all_reduce_sum(g->together, sums, 2, MT_F64);

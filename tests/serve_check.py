@@ -52,6 +52,11 @@ def events(path, body):
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
+def drafts_are_counted():
+    drafted, accepted = (metric("megatron_%s_tokens_total" % kind) for kind in ("drafted", "accepted"))
+    assert 0 < accepted <= drafted, (accepted, drafted)
+
+
 def metric(name):
     for line in call("GET", "/metrics")[1].split("\n"):
         if line.startswith(name + " "):

@@ -118,6 +118,16 @@ a_port_in_use_is_an_error() {
         refused 'cannot be opened' "$infer" --load $golden/llama --serve "$port" --tokenizer-type ByteLevel
 }
 
+# Drafts of a module of multi-token prediction change no token, in streams and with stops too.
+drafts_change_nothing() {
+    "$train" --hf-config $golden/llama/config.json --mock-data --mtp-num-layers 1 --seq-length 32 --micro-batch-size 4 \
+        --train-iters 40 --lr 1e-2 --eval-iters 0 --device cpu --save "$work/mtp" >"$work/out" 2>"$work/err" &&
+        of_infer "$work/mtp" || return 1
+    begin "$work/mtp" --tokenizer-type ByteLevel --chat-template plain --max-prefill-tokens 8 \
+        --num-speculative-tokens 2 && asks greedy "$work/greedy" && asks streams_are_the_whole_answers &&
+        asks drafts_are_counted && end
+}
+
 # Models with layers that keep states, with experts, and without a tokenizer.
 other_models_serve() {
     for family in nemotron_h qwen3_moe; do
@@ -237,6 +247,7 @@ check everybody_may_enter_is_said everybody_may_enter_is_said
 check limits_hold limits_hold
 check ends_after_its_work ends_after_its_work
 check other_models_serve other_models_serve
+check drafts_change_nothing drafts_change_nothing
 check holds_under_fire holds_under_fire
 check wrong_adapters_are_refused wrong_adapters_are_refused
 check makes_an_adapter makes_an_adapter

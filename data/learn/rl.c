@@ -95,6 +95,7 @@ struct mt_rl {
     // tokens of the vocabulary; NULL: none
     float *generated;
     int64_t rounds;        // of responses
+    double drafts[2];      // drafted tokens; those accepted
     mt_mismatch mismatch;  // of generator and training, before the correction
     double generation_gap; // the largest difference of their log-probabilities
     double cut, rejected;  // shares of counted tokens: with a bounded weight, left out
@@ -117,7 +118,7 @@ struct mt_rl {
 /* Adds the memory for responses to the plan of a model with `options`. */
 static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
     int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->stack.data_parallel_size);
-    plan->page_rows = o->inference_dynamic_batching_block_size;
+    plan->page_rows = o->inference_dynamic_batching_block_size, plan->num_drafts = o->num_speculative_tokens;
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
 }
 
@@ -884,6 +885,7 @@ static int write_responses(mt_rl *rl, const texts *t, mt_sequence *sequences, mt
                           .sampling = sampling_of(o),
                           .stops = rl->stops,
                           .is_stopped = mt_stop_requested,
+                          .drafts = rl->drafts,
                           .keeps_routes = !t->greedy && o->router_replay == MT_ROUTER_REPLAY_R3};
     mt_responses responses = mt_responses_open(rl->config.tokenizer, &o->stop, t->first_id, t->count * t->each);
     if (t->greedy) rollout.sampling.temperature = 0;
@@ -1576,6 +1578,7 @@ static void collect_numbers(mt_rl *rl) {
     if (o->rollout_lag > 0) add_number(rl, "staleness", (double)rl->staleness, true);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
+    if (rl->drafts[0] > 0) add_number(rl, "drafts accepted", rl->drafts[1] / rl->drafts[0], true);
     if (compared) add_number(rl, "generation gap", rl->generation_gap, true);
     if (compared) add_number(rl, "mismatch kl", rl->mismatch.kl, false);
     if (compared) add_number(rl, "mismatch k3", rl->mismatch.k3, false);
@@ -1611,6 +1614,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
+    rl->drafts[0] = rl->drafts[1] = 0;
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));

@@ -116,6 +116,12 @@ int mt_rollout_generate(mt_model *model, const mt_rollout *rollout, const int32_
     mt_generator *generator = mt_generator_create(model, &sampling, &rollout->stops);
     int status =
         mt_sequences_generate(mt_model_grid(model), generator, samples, num_samples, rollout->is_stopped, error);
+    mt_generator_totals totals = mt_generator_read_totals(generator);
+    double drafts[] = {(double)totals.drafted_tokens, (double)totals.accepted_tokens};
+    if (status == 0 && rollout->drafts) {
+        mt_all_reduce_sum(&mt_model_grid(model)->data, drafts, 2, MT_F64);
+        for (int i = 0; i < 2; i++) rollout->drafts[i] += drafts[i];
+    }
     mt_generator_destroy(generator);
     for (int64_t i = 0; i < num_samples && status != 0; i++) mt_sequence_end(&samples[i]);
     return status;

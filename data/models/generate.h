@@ -40,6 +40,7 @@ typedef struct mt_rollout {
     mt_stops stops;
     bool (*is_stopped)(void); // true: give up; NULL: never
     bool keeps_routes;        // mt_sequence.routes of the samples; see mt_model_keep_routes
+    double *drafts;           // [2] drafted and accepted tokens of all ranks are added to these; NULL: not wanted
 } mt_rollout;
 
 /* Generates samples[count, num_return_sequences] of prompts[count], whose lengths are num_tokens[count]: tokens,

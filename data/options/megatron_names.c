@@ -471,7 +471,7 @@ static const struct {
      "inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type "
      "inference-sampling-seed inference-shards inference-text-gen-server-logging "
      "inference-use-synchronous-zmq-collectives inference-wandb-logging max-tokens-to-oom mlp-chunks-for-prefill "
-     "nccl-all-reduce-for-prefill num-speculative-tokens offset-sampling-seed-by-dp-rank return-log-probs "
+     "nccl-all-reduce-for-prefill offset-sampling-seed-by-dp-rank return-log-probs "
      "skip-prompt-log-probs symmetric-ar-type use-same-sampling-seed-across-dp-ranks"},
     {MT_NAME_UNSUPPORTED, "other ways to split the model over ranks",
      "enable-full-sharding-in-hsdp expert-gtp-weight-remat-size gtp-remat-opt-in-modules "

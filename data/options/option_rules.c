@@ -143,10 +143,33 @@ static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
-/* Multi-token prediction; generation and scoring do without it, and --convert keeps it. */
+/* Drafts need modules, and layers whose cache can forget tokens. */
+static int mt_options_check_drafts(const mt_run_options *run, bool generates, mt_error *error) {
+    const mt_options *o = &run->stack;
+    int64_t drafts = run->num_speculative_tokens;
+    const mt_constraint rules[] = {
+        {o->mtp_num_layers == 0,
+         "--num-speculative-tokens %lld: the model has no modules of multi-token prediction, which draft tokens; train "
+         "it with --mtp-num-layers, or leave the option out",
+         {drafts}},
+        {mt_has_states(o),
+         "--num-speculative-tokens %lld: layers with a state (linear attention, Mamba, short convolutions) cannot take "
+         "back a draft that is not accepted; leave it out",
+         {drafts}},
+        {!generates && drafts > o->mtp_num_layers,
+         "--num-speculative-tokens %lld is more than the --mtp-num-layers %lld that train; give at most as many",
+         {drafts, o->mtp_num_layers}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
+/* Multi-token prediction; scoring, and generation without drafts, do without it, and --convert keeps it. */
 static int mt_options_derive_mtp(mt_run_options *run, bool generates, mt_error *error) {
     mt_options *o = &run->stack;
-    if (generates) o->mtp_num_layers = 0;
+    bool drafts = run->num_speculative_tokens > 0 && !run->score && !run->convert && !run->merge_adapter;
+    if (generates && drafts && o->mtp_num_layers == 0) o->mtp_num_layers = run->mtp_layers_stored;
+    if (drafts && mt_options_check_drafts(run, generates, error) != 0) return -1;
+    if (generates && !drafts) o->mtp_num_layers = 0;
     if (o->mtp_num_layers == 0) {
         o->mtp_use_repeated_layer = false;
         free(o->mtp_hybrid_layers), free(run->mtp_hybrid_override_pattern);

@@ -88,6 +88,7 @@ static void mt_options_print_idle_inference(const mt_run_options *o, FILE *file)
         {writes && MT_GIVEN(o, max_new_tokens), "max-new-tokens", merges},
         {writes && o->stop.count > 0, "stop", merges},
         {writes && MT_GIVEN(o, kv_cache_tokens), "kv-cache-tokens", merges},
+        {!generates && o->num_speculative_tokens > 0, "num-speculative-tokens", "no text is generated"},
         {writes && MT_GIVEN(o, inference_max_requests), "inference-max-requests", merges},
         {writes && MT_GIVEN(o, inference_dynamic_batching_block_size), "inference-dynamic-batching-block-size", merges},
         {writes && MT_GIVEN(o, tokenizer_type), "tokenizer-type", copies},

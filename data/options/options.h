@@ -210,7 +210,7 @@ typedef struct mt_run_options {
     bool print_tokens;
     double top_p, min_p, repetition_penalty;
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
-    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens;
+    int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens, num_speculative_tokens;
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
     mt_strings serve_adapter;                              // NAME=FOLDER

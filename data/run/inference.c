@@ -104,6 +104,7 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     if (stops.count == 0 && r->tokenizer) stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
     plan.page_rows = o->inference_dynamic_batching_block_size, plan.max_inputs = r->max_inputs;
+    plan.num_drafts = o->num_speculative_tokens;
     mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     mt_inference_open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, &r->options, r->context, stderr);

@@ -120,6 +120,9 @@ void mt_counters_print(mt_counters *m, mt_text *text) {
               m->endings[i].status, (long long)m->endings[i].count);
     print_number(text, "megatron_prompt_tokens_total", counter, "Tokens of prompts.", m->prompt_tokens);
     print_number(text, "megatron_generated_tokens_total", counter, "New tokens.", m->generated_tokens);
+    print_number(text, "megatron_drafted_tokens_total", counter, "Drafts that the model has checked.",
+                 s->drafted_tokens);
+    print_number(text, "megatron_accepted_tokens_total", counter, "Drafts that were accepted.", s->accepted_tokens);
     print_number(text, "megatron_requests_running", gauge, "Requests in the batch.", s->running_requests);
     print_number(text, "megatron_requests_waiting", gauge, "Requests in the queue.", s->waiting_requests);
     print_number(text, "megatron_sequences_running", gauge, "Sequences in the batch.", s->running_sequences);

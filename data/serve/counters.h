@@ -33,6 +33,7 @@ void mt_counters_tokens(mt_counters *counters, int64_t prompt, int64_t generated
 /* The state at the moment. */
 typedef struct mt_gauges {
     int64_t running_requests, waiting_requests, running_sequences, pages, used_pages, connections;
+    int64_t drafted_tokens, accepted_tokens; // so far: see mt_generator_totals
 } mt_gauges;
 void mt_counters_state(mt_counters *counters, const mt_gauges *gauges);
 

@@ -363,11 +363,15 @@ static void give_tokens(server *s) {
         if (!choice || !choice->is_live) continue;
         bool has_new = sequence->num_tokens > choice->seen;
         if (!has_new && sequence->finish == MT_UNFINISHED) continue; // its prompt is read
-        int32_t token = has_new ? sequence->tokens[sequence->num_tokens - 1] : -1;
-        bool turn_ends = has_new && choice->job->request.is_chat && token == s->turn_end;
-        mt_finish finish = turn_ends ? MT_FINISH_STOP : sequence->finish;
-        choice->seen = sequence->num_tokens;
-        mt_writer_token(s->writer, choice, token, finish);
+        mt_finish finish = has_new ? MT_UNFINISHED : sequence->finish;
+        if (!has_new) mt_writer_token(s->writer, choice, -1, finish);
+        for (; choice->seen < sequence->num_tokens && finish == MT_UNFINISHED; choice->seen++) { // drafts: several
+            int32_t token = sequence->tokens[choice->seen];
+            bool turn_ends = choice->job->request.is_chat && token == s->turn_end;
+            if (choice->seen + 1 == sequence->num_tokens) finish = sequence->finish;
+            if (turn_ends) finish = MT_FINISH_STOP;
+            mt_writer_token(s->writer, choice, token, finish);
+        }
         if (finish != MT_UNFINISHED) end_choice(s, choice, sequence->finish == MT_UNFINISHED ? i : -1);
     }
 }
@@ -408,6 +412,8 @@ static void report(server *s) {
     gauges.waiting_requests = s->num_waiting;
     for (int64_t i = 0; i < s->num_running; i++) gauges.running_sequences += s->running[i]->num_live;
     mt_generator_read_pages(s->run->generator, &gauges.pages, &gauges.used_pages);
+    mt_generator_totals totals = mt_generator_read_totals(s->run->generator);
+    gauges.drafted_tokens = totals.drafted_tokens, gauges.accepted_tokens = totals.accepted_tokens;
     mt_writer_state(s->writer, &gauges);
     if (mt_writer_flush(s->writer, s->num_running == 0)) end_stopped(s);
 }
@@ -586,11 +592,13 @@ static void open_generator(mt_inference *r, const mt_serve_adapters *adapters, m
     const mt_run_options *o = &r->options;
     const mt_sampling greedy = {.top_p = 1};
     int64_t most = o->inference_max_requests, prefill = o->max_prefill_tokens;
-    mt_model_plan plan = {.page_rows = o->inference_dynamic_batching_block_size, .max_tokens = most + prefill};
+    int64_t drafts = o->num_speculative_tokens, decoded = most * (1 + drafts); // tokens of a decode step
+    mt_model_plan plan = {.page_rows = o->inference_dynamic_batching_block_size, .max_tokens = decoded + prefill};
     int64_t cache = o->kv_cache_tokens > 0 ? o->kv_cache_tokens : mt_max(CACHE_TOKENS, r->context);
     int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
+    plan.num_drafts = drafts;
     mt_plan_generation(&plan, most, r->context, cache);
-    plan.max_logits = mt_max(plan.max_logits, most + viewed);
+    plan.max_logits = mt_max(plan.max_logits, decoded + viewed);
     plan.num_adapters = adapters->names.count;
     mt_inference_open_model(r, &plan);
     mt_inference_check(r, mt_serve_adapters_load(adapters, r->model, o, &error), &error);
