@@ -352,6 +352,8 @@ static const row rl_rows[] = {
 /* Of its model. */
 static const row rl_model_rows[] = {
     {50, RL "&" EXPERTS, "", "--router-replay R2;--router-replay R3"},
+    {30, RL "&embedding-type", "gae&gspo&gmpo&sapo&loss-agg-mode&router-replay&hybrid-override",
+     "--mtp-num-layers 1;--mtp-num-layers 2;--mtp-num-layers 2 --mtp-use-repeated-layer"},
 };
 
 /* Of a layout, besides its sizes (draw_layout). */
@@ -419,6 +421,8 @@ static const row layout_rows[] = {
 
 /* Of a layout of reinforcement learning. */
 static const row rl_layout_rows[] = {
+    {60, RL "&--mtp-num-layers 2", "attention-variant", "--num-speculative-tokens 2"},
+    {60, RL "&--mtp-num-layers", "attention-variant&speculative", "--num-speculative-tokens 1"},
     {50, RL, "--bitwise-rollouts", "--rollout-tensor-model-parallel-size 1;--rollout-tensor-model-parallel-size 2"},
     {40, RL "&rollout-tensor&" EXPERTS, "", "--rollout-expert-model-parallel-size 2"},
     {25, RL "&gae", "",

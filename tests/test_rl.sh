@@ -179,6 +179,22 @@ responses_wait_for_their_iteration() {
     done
 }
 
+options_of_a_policy_are_idle_beside_a_teacher_alone() {
+    set -- --rollout-batch-size 4 --num-return-sequences 2 --train-iters 1 --lr 1e-3 --teacher-load "$work/sorter" \
+        --reward number --clip-ratio-low 0.1 --clip-ratio-c 4 --kl-loss-type k2 --kl-loss-coef 0.1 --entropy-coeff 0.01
+    learn 1 "$work/opd.idle" "$@" --distillation-in loss --no-use-task-rewards || return 1
+    for option in clip-ratio-low clip-ratio-c kl-loss-type kl-loss-coef entropy-coeff; do
+        grep -q -e "--$option has no effect: with --no-use-task-rewards" "$work/out" "$work/err" || {
+            echo "no note about --$option" && return 1
+        }
+    done
+    ! grep -q -e '--clip-ratio-high has no effect' "$work/out" "$work/err" || return 1
+    for others in '--distillation-in loss' '--distillation-in advantages --no-use-task-rewards'; do
+        # shellcheck disable=SC2086
+        learn 1 "$work/opd.idle" "$@" $others && ! grep -q -e 'has no effect' "$work/out" "$work/err" || return 1
+    done
+}
+
 teachers_are_refused() {
     set -- "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
         --chat-template plain --train-iters 1 --lr 1e-3
@@ -695,6 +711,7 @@ check a_student_learns_from_its_teacher a_student_learns_from_its_teacher
 check each_prompt_has_its_teacher each_prompt_has_its_teacher
 check a_model_teaches_itself a_model_teaches_itself
 check teachers_are_refused teachers_are_refused
+check options_of_a_policy_are_idle_beside_a_teacher_alone options_of_a_policy_are_idle_beside_a_teacher_alone
 check responses_wait_for_their_iteration responses_wait_for_their_iteration
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 check rewards_are_added_up rewards_are_added_up

@@ -207,6 +207,28 @@ static void mt_options_print_idle_roles(const mt_run_options *o, FILE *file) {
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
 }
 
+/* Options of the policy's loss and advantages where a teacher alone trains. */
+static void mt_options_print_idle_policy(const mt_run_options *o, FILE *file) {
+    bool in_loss = o->distillation_in == MT_DISTILL_IN_LOSS || o->distillation_in == MT_DISTILL_IN_POLICY_GRADIENT;
+    const char *alone = "with --no-use-task-rewards the divergence from the teacher is the whole loss";
+    if (o->stack.stage != MT_STAGE_RL || !in_loss || o->use_task_rewards) return;
+    const mt_idle_option options[] = {
+        {MT_GIVEN(o, pg_variant), "pg-variant", alone},
+        {MT_GIVEN(o, clip_ratio), "clip-ratio", alone},
+        {MT_GIVEN(o, clip_ratio_low), "clip-ratio-low", alone},
+        {MT_GIVEN(o, clip_ratio_high), "clip-ratio-high", alone},
+        {MT_GIVEN(o, clip_ratio_c), "clip-ratio-c", alone},
+        {MT_GIVEN(o, adv_estimator), "adv-estimator", alone},
+        {MT_GIVEN(o, whiten_advantages) && o->whiten_advantages, "whiten-advantages", alone},
+        {MT_GIVEN(o, entropy_coeff) && o->entropy_coeff != 0, "entropy-coeff", alone},
+        {MT_GIVEN(o, kl_loss_coef) && o->kl_loss_coef != 0, "kl-loss-coef", alone},
+        {MT_GIVEN(o, kl_loss_type), "kl-loss-type", alone},
+        {MT_GIVEN(o, kl_in_reward) && o->kl_in_reward, "kl-in-reward", alone},
+        {o->distillation_in == MT_DISTILL_IN_LOSS && o->rollout_is != MT_ROLLOUT_IS_NONE, "rollout-is", alone},
+    };
+    mt_idle_options_print(options, sizeof options / sizeof *options, file);
+}
+
 /* Options of another optimizer. */
 static void mt_options_print_idle_betas(const mt_run_options *o, FILE *file) {
     const char *name = mt_optimizer_name(o->stack.optimizer);
@@ -302,6 +324,7 @@ void mt_options_warn(const mt_run_options *o, mt_program program, FILE *file) {
         mt_options_print_idle(o, lines);
         mt_options_print_idle_optimizer(o, lines);
         mt_options_print_idle_roles(o, lines);
+        mt_options_print_idle_policy(o, lines);
         mt_options_print_idle_betas(o, lines);
     }
     mt_options_warn_defaults(o, program, lines);
