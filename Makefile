@@ -6,6 +6,7 @@
 ## make demo-rl       teach a small model to sort digits by reinforcement learning (about two minutes);
 ##                    on a GPU a larger one: MODEL=gpt2-124m DEVICE=cuda
 ## make demo-agent    teach a small model to use a calculator (some minutes)
+## make demo-vision   teach a small model to name colours and places in pictures, as a page (about three minutes)
 ## make test          run the quick tests (all but those of tests/slow_suites); SUITES="tokenizer options" runs some,
 ##                    SECTIONS="9d 3e" those of these sections of megatron.c without their long tests,
 ##                    ONLY=name one test by its name or pattern
@@ -123,7 +124,7 @@ MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 .PHONY: all help everything library manual install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
 .PHONY: calibrate bench-bitwise bench-fp8 needs times
 .PHONY: fire fuzz-programs fuzz-layouts plot trace pictures book notes puzzle demo demo-rl deps deps-dev probe lint \
-	sizes demo-agent format format-check clean FORCE
+	sizes demo-agent demo-vision format format-check clean FORCE
 all:
 
 # Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
@@ -482,6 +483,8 @@ demo-rl: all
 
 demo-agent: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' data/scripts/demo-agent.sh
+demo-vision: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' data/scripts/demo-vision.sh
 
 plot:
 	@data/scripts/plot.sh "$$RUN" $${OUT:+"$$OUT"}

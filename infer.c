@@ -10,6 +10,7 @@
 #include "data/checkpoint/convert.h"
 #include "data/report/report.h"
 #include "data/run/inference.h"
+#include "data/run/picture_prompts.h"
 #include "data/run/score.h"
 #include "data/serve/serve.h"
 
@@ -73,7 +74,7 @@ static void generate(mt_inference *r, mt_sequence *sequences, int64_t count, boo
         if (r->is_first && sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
             fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n",
                     (long long)(sequences[s].id / r->options.num_return_sequences) + 1, (long long)r->context);
-        if (r->chat) mt_inference_end_turn(r, &sequences[s]);
+        if (r->options.chat) mt_inference_end_turn(r, &sequences[s]);
     }
 }
 
@@ -81,6 +82,7 @@ static void generate(mt_inference *r, mt_sequence *sequences, int64_t count, boo
 static void forget(mt_inference *r, mt_sequence *sequences, int64_t count) {
     for (int64_t s = 0; s < count; s++) mt_sequence_end(&sequences[s]);
     mt_responses_close(&r->responses);
+    mt_inference_forget_pictures(r);
 }
 
 /* Checks that --out can be written and is not --prompts, before the work; leaves nothing behind. */
@@ -117,7 +119,9 @@ static void answer_prompts(mt_inference *r) {
     int64_t longest = 0, prompt_tokens = 0;
     mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
-        mt_inference_check(r, mt_inference_begin_prompt(r, &prompts, s / each, &sequences[s], s, &error), &error);
+        int status = s % each > 0 ? mt_inference_begin_sample(r, &sequences[s - 1], &sequences[s], s, &error)
+                                  : mt_inference_begin_prompt(r, &prompts, s / each, &sequences[s], s, &error);
+        mt_inference_check(r, status, &error);
         longest = mt_max(longest, sequences[s].max_tokens);
         prompt_tokens += s % each == 0 ? sequences[s].num_prompt : 0;
         r->max_inputs = mt_max(r->max_inputs, sequences[s].num_inputs);
@@ -125,7 +129,8 @@ static void answer_prompts(mt_inference *r) {
     check_out(r);
     mt_inference_open_generator(r, count / each, longest, prompt_tokens);
     if (r->is_first && o->out) mt_new_file_note(o->out, "--out");
-    generate(r, sequences, count, r->max_inputs == 0); // a decoder's text does not hold its input
+    bool show_prompts = r->max_inputs == 0 && o->image.count == 0; // no input of an encoder, and no header of a message
+    generate(r, sequences, count, show_prompts);
     if (o->out) write_responses(r, sequences, count);
     forget(r, sequences, count);
     mt_samples_free(&prompts);
@@ -149,7 +154,10 @@ static bool answer_lines(mt_inference *r) {
         if (terminal) fprintf(stderr, "> ");
         if (!(line = mt_inference_next_line(r, &bytes))) break;
         if (bytes == 0) continue;
-        int status = r->chat ? mt_inference_begin_turn(r, &sequence, id, line, bytes, &error)
+        int status = r->chat ? mt_inference_show_line(r, line, bytes, &error) : 0;
+        if (status > 0) continue; // a picture for the next message
+        if (status == 0)
+            status = r->chat ? mt_inference_begin_turn(r, &sequence, id, line, bytes, &error)
                              : mt_inference_begin_text(r, &sequence, id, line, bytes, &error);
         if (status == 0) {
             generate(r, &sequence, 1, false);
@@ -244,7 +252,7 @@ int main(int argc, char **argv) {
     } else {
         mt_inference_open_tokenizer(&r);
         if (o->serve) mt_serve(&r);
-        if (o->chat) mt_inference_open_chat(&r);
+        if (o->chat || o->image.count > 0) mt_inference_open_chat(&r);
         if (o->prompt_tokens || o->prompts || o->prompt.count > 0)
             answer_prompts(&r);
         else if (!o->serve)

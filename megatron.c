@@ -431,7 +431,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 /* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
-    int64_t D = o->kv_channels, Dv = o->v_head_dim;
+    int64_t D = o->kv_channels, Dv = mt_value_channels(o);
     bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
     bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
     const mt_constraint rules[] = {
@@ -440,6 +440,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
          "--attention-backend cudnn needs values as wide as keys, or keys of %lld and values of %lld, and --v-head-dim "
          "is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
          {l->cudnn_latent_channels, l->cudnn_channels, Dv, D}},
+        {!latent && Dv != D,
+         "--attention-backend cudnn needs values as wide as keys, and --value-channels is %lld, --kv-channels %lld; "
+         "use flash",
+         {Dv, D}},
         {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
          "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
          "use flash",
@@ -517,6 +521,7 @@ static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_er
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
     int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    int64_t of_tower = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1); // channels of a head; or 0
     bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
     bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
     const mt_constraint rules[] = {
@@ -531,9 +536,16 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--qk-head-dim + --qk-pos-emb-head-dim is %lld, and attention on this device takes heads of at most %lld "
          "channels",
          {D, l->head_channels}},
+        {!latent && mt_exceeds(mt_value_channels(o), l->head_channels),
+         "--value-channels is %lld, and attention on this device takes heads of at most %lld channels",
+         {mt_value_channels(o), l->head_channels}},
         {latent && mt_exceeds(o->v_head_dim, l->head_channels),
          "--v-head-dim is %lld, and attention on this device takes heads of at most %lld channels",
          {o->v_head_dim, l->head_channels}},
+        {o->position_embedding_type == MT_POSITION_RELATIVE &&
+             mt_exceeds(o->relative_attention_num_buckets, l->bias_buckets),
+         "--relative-attention-num-buckets is %lld, and attention on this device has biases for at most %lld buckets",
+         {o->relative_attention_num_buckets, l->bias_buckets}},
         {E > 0 && mt_exceeds(k, l->router_topk),
          "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
          {k, l->router_topk}},
@@ -547,7 +559,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
-         "--fp8-recipe mxfp8 runs on the CPU only so far; take --device cpu, or tensorwise"},
+         "--fp8-recipe mxfp8 runs on the CPU only so far: no GPU before Blackwell multiplies by blocks of 32, and for "
+         "Blackwell kernels are missing; take --device cpu, or tensorwise"},
         {l->no_fp8_blocks && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_128,
          "--fp8-recipe blockwise needs a GPU of compute capability 9.0 (Hopper), where cuBLASLt multiplies by blocks, "
          "or "
@@ -555,16 +568,10 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {l->no_plain && !o->multi_latent_attention && mt_value_channels(o) != o->kv_channels,
-         "--value-channels other than --kv-channels runs on the CPU only so far; take --device cpu"},
-        {l->no_plain && o->moe_router_quantile_bias,
-         "--moe-router-load-balancing-type quantile_balancing, and a model with its bias, run on the CPU only so far; "
-         "take --device cpu"},
-        {l->no_plain && o->vision.tower != MT_VISION_NONE,
-         "a model with a vision tower runs on the CPU only so far; take --device cpu, or load the decoder by "
-         "--language-model-only"},
-        {l->no_plain && o->window_num_query_groups > 0,
-         "--window-num-query-groups runs on the CPU only so far; take --device cpu"},
+        {mt_exceeds(of_tower, l->head_channels),
+         "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
+         "most %lld channels",
+         {of_tower, l->head_channels}},
         {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
          "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
          "experts",
@@ -7982,6 +7989,7 @@ typedef struct mt_vision {
     struct mt_vision_scratch *scratch;
     char *staged[2]; // as mt_model.staged_batch
     int64_t block_bytes;
+    void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
 } mt_vision;
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
@@ -8867,7 +8875,7 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, x, dout} : (mt_deferred){0};
 }
 
-static bool mt_has_images(const mt_pass *p); // these two: §21
+static bool mt_has_coordinates(const mt_pass *p); // these two: §21
 static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row);
 
 /* RoPE of a layer for the tokens from `first_row` on. */
@@ -8875,7 +8883,7 @@ static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const 
     bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
     mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
-    if (which == MT_ROPE_MODEL && mt_has_images(p)) return mt_vision_rotation(m, p, first_row);
+    if (which == MT_ROPE_MODEL && mt_has_coordinates(p)) return mt_vision_rotation(m, p, first_row);
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
                          .positions = p->batch->positions + first_row,
@@ -11674,6 +11682,7 @@ typedef struct mt_output {
 /* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
 typedef struct mt_vision_batch {
     int64_t num_patches, num_tokens; // P; tokens that they become; 0: the micro-batch has no image
+    bool has_coordinates;            // the decoder's tokens rotate by rope_cos, rope_sin
     char *memory;                    // on the device, of the arrays to token_rows
     float *rope_cos, *rope_sin;      // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
     int32_t *numbers;                // [max(T, P)] 0, 1, 2 ...
@@ -12229,7 +12238,8 @@ static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t 
     return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
 }
 
-static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer); // these five: §21
+static bool mt_has_images(const mt_pass *p); // these six: §21
+static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer);
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x);
 static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx);
 static void mt_vision_forward(mt_model *m, const mt_pass *p);
@@ -12990,7 +13000,7 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     void *input = mt_chunk_input(m, p);
     int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
     if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
-    if (stage->embedding && m->vision) mt_vision_forward(m, p);
+    if (stage->embedding && m->vision && !p->decode) mt_vision_forward(m, p); // mt_model_see keeps its features
     if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
     if (stage->embedding && mt_has_images(p)) mt_vision_add(m, p, 0, input);
     if (encodes) mt_encoder_forward(m, &encoder);
@@ -15973,8 +15983,9 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
     mt_slots_allocate(s, MT_KEEP, &mb->outputs[i], arena);
 }
 
-static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these two: §21
+static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these three: §21
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena);
+static int64_t mt_vision_workspace_bytes(const mt_model *m);
 
 /* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
@@ -16086,6 +16097,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace_bytes = mt_max(m->workspace_bytes, mt_largest_widths(m).workspace_bytes);
+    m->workspace_bytes = mt_max(m->workspace_bytes, mt_vision_workspace_bytes(m));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
@@ -17077,6 +17089,26 @@ static void mt_param_init_run(mt_model *m, const mt_param *param, const mt_shard
                           mean, std, shard->dtype, m->stream);
 }
 
+/* Quantizes the drawn values of a frozen matrix, in the device's memory: there, as far as operations on fp8 take its
+ * rows, since billions of them would take minutes on the host. */
+static void mt_base_quantize_drawn(mt_model *m, const mt_param *param, const void *drawn) {
+    int64_t num_scales, n = param->rows * param->cols;
+    mt_fp8_matrix codes = {.stride = param->cols, .format = MT_F8_E4M3, .blocks = MT_FP8_BLOCK_128};
+    if (param->cols % MT_FP8_WIDTH == 0) {
+        codes.data = mt_state_shard(m, param, MT_STATE_WEIGHTS).data;
+        codes.inverse_scales = mt_base_scales(m, param, &num_scales);
+        mt_quantize_args a = {.x = drawn, .count = 1, .R = param->rows, .C = param->cols, .rows = codes};
+        m->ops->quantize(&a, m->dtype, m->stream);
+        return;
+    }
+    void *copy = mt_malloc(n * mt_dtype_size(m->dtype));
+    float *values = mt_malloc(n * 4);
+    mt_copy_wait(m, copy, drawn, n * mt_dtype_size(m->dtype));
+    mt_state_load(values, copy, 0, n, m->dtype, 0);
+    mt_base_write(m, param, values);
+    free(copy), free(values);
+}
+
 /* Draws this rank's values of a parameter. Each value depends on its index in the whole parameter only, so all layouts
  * start with equal weights. */
 static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_state state) {
@@ -17100,14 +17132,7 @@ static void mt_param_init_state(mt_model *m, const mt_param *param, mt_param_sta
             mt_param_init_run(m, param, &shard, param->offset + row * param->cols, param->cols,
                               first + row / repeats * param->whole_cols);
     if (!quantizes) return;
-    void *drawn = mt_malloc(bytes), *values = m->dtype == MT_F32 ? drawn : mt_malloc(shard.count * 4);
-    mt_copy_wait(m, drawn, shard.data, bytes);
-    if (drawn != values) {
-        mt_state_load(values, drawn, 0, shard.count, m->dtype, 0);
-        free(drawn);
-    }
-    mt_state_write(m, param, state, values);
-    free(values);
+    mt_base_quantize_drawn(m, param, shard.data);
     m->ops->memory_free_ordered(shard.data, m->stream);
 }
 
@@ -17305,6 +17330,9 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     if (logits) mt_logits_to_host(m, m->last_forward.mb->outputs[0].logits, logits, T, true);
 }
 
+static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch,
+                                  const mt_batch_block *block); // §21
+
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
@@ -17316,6 +17344,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         mb->context = NULL; // every context-parallel rank computes the whole batch
         mb->adapter_rows = batch->adapter_rows;
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
+        if (m->vision) mt_vision_decode_load(m, mb, batch, &block);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
@@ -17374,6 +17403,7 @@ static bool mt_forward_is_own(const mt_model *m) {
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, const int32_t *rows, int64_t num_rows) {
     if (m->grid->tensor.size > 1 || m->grid->pipeline.size > 1 || !mt_forward_is_own(m)) return false;
     if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens) return false;
+    if (batch->image_rows.any) return false; // the host computes the cosines of each token
     if (m->experts->num_layers > 0 && !m->options->moe_grouped_gemm) return false;
     if (batch->adapter_rows && batch->adapter_rows[m->plan.num_adapters] > 0) return false; // the rows of each differ
     for (int64_t i = 0; i < batch->num_tokens; i++)
@@ -17400,6 +17430,9 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
     for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
         memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
+        for (int64_t i = 0; i < T && mt_has_encoder(m); i++)
+            mt_decode_output(m)->encoder.host_cross[i] =
+                (mt_span){.q_start = i, .q_len = 1, .k_len = m->plan.max_inputs};
         m->ops->graph_begin(m->stream);
         mt_decode_pass(m, num_rows, true);
         step->graph = m->ops->graph_end(m->stream);
@@ -17573,6 +17606,11 @@ typedef struct mt_cache_slot {
     int64_t state_tokens; // the running state, before the forward at hand
     int64_t kept_tokens;  // the kept state
     int64_t keep_at;      // after so many tokens the running state is to be kept: a forward ends there
+    /* with images: those of the tokens, and of a sequence that runs the rows of features that it reads */
+    mt_sequence_image *images; // [num_images], of images_capacity
+    int64_t num_images, images_capacity;
+    int64_t first_feature, num_features; // num_features 0: all their tokens are read
+    int64_t first_image;                 // whose features are the first
 } mt_cache_slot;
 
 /* A forward as it was filled: see mt_batcher_order. */
@@ -17580,6 +17618,7 @@ typedef struct mt_added {
     mt_span *spans;
     int64_t *adapters;                                // of the spans
     int32_t *tokens, *positions, *cache_rows, *moved; // moved: the new row of each
+    int32_t *features, *coordinates;                  // with images
     int32_t *logit_rows;
     int64_t *logit_sequences;
 } mt_added;
@@ -17613,6 +17652,12 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
             added->tokens = mt_arena_alloc(&arena, T * 4), added->positions = mt_arena_alloc(&arena, T * 4);
             added->cache_rows = mt_arena_alloc(&arena, T * 4), added->moved = mt_arena_alloc(&arena, T * 4);
             added->logit_rows = mt_arena_alloc(&arena, T * 4);
+            added->features = mt_arena_alloc(&arena, T * 4), added->coordinates = mt_arena_alloc(&arena, 3 * T * 4);
+        }
+        if (plan->max_image_tokens > 0) {
+            b->batch.image_rows.features = mt_arena_alloc(&arena, plan->max_tokens * 4);
+            b->batch.image_rows.coordinates = mt_arena_alloc(&arena, 3 * plan->max_tokens * 4);
+            b->seen = mt_arena_alloc(&arena, plan->max_image_tokens * (int64_t)sizeof *b->seen);
         }
         b->copies = mt_arena_alloc(&arena, slots * (int64_t)sizeof *b->copies);
         b->state_copies = mt_arena_alloc(&arena, 2 * slots * (int64_t)sizeof *b->state_copies);
@@ -17629,6 +17674,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
 
 void mt_batcher_destroy(mt_batcher *b) {
     if (!b) return;
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) free(b->slots[s].images);
     free(b->slots); // the block's start
     mt_batch_free(&b->batch);
     free(b);
@@ -17648,6 +17694,7 @@ static void mt_cache_slot_cut(mt_batcher *b, int64_t slot, int64_t tokens) {
     }
     s->num_cached = mt_min(s->num_cached, tokens), s->num_computed = mt_min(s->num_computed, tokens);
     s->num_drafted = mt_min(s->num_drafted, tokens), s->num_shared = mt_min(s->num_shared, tokens);
+    s->num_features = 0;
     if (s->state_tokens > tokens) s->state_tokens = 0;
     if (s->kept_tokens > tokens) s->kept_tokens = 0;
     if (s->keep_at > tokens) s->keep_at = 0;
@@ -17699,6 +17746,94 @@ static void mt_batcher_grow_drafts(mt_batcher *b, mt_sequence *sequence) {
     sequence->num_drafts -= mt_max(wanted - s->num_pages * rows, 0);
 }
 
+/* ---- images of sequences */
+
+/* Tokens of an image. */
+static int64_t mt_image_size(const mt_batcher *b, const mt_sequence_image *image) {
+    return image->grid.height * image->grid.width / (b->plan.merge_size * b->plan.merge_size);
+}
+
+static int64_t mt_sequence_num_images(const mt_sequence *sequence) {
+    return sequence->images ? sequence->images->count : 0;
+}
+
+static bool mt_images_equal(const mt_sequence_image *a, const mt_sequence_image *b) {
+    return a->first == b->first && a->grid.height == b->grid.height && a->grid.width == b->grid.width &&
+           a->key == b->key;
+}
+
+/* The number of leading tokens, of at most `limit`, before the first image that is in one of two texts alone. */
+static int64_t mt_images_common(const mt_sequence_image *a, int64_t num_a, const mt_sequence_image *b, int64_t num_b,
+                                int64_t limit) {
+    int64_t i = 0;
+    while (i < mt_min(num_a, num_b) && mt_images_equal(&a[i], &b[i])) i++;
+    if (i < num_a) limit = mt_min(limit, a[i].first);
+    return i < num_b ? mt_min(limit, b[i].first) : limit;
+}
+
+/* The slot's text has the images of a sequence now. */
+static void mt_cache_slot_set_images(mt_cache_slot *s, const mt_sequence *sequence) {
+    s->num_images = mt_sequence_num_images(sequence);
+    if (s->num_images > s->images_capacity) {
+        s->images_capacity = s->num_images;
+        s->images = mt_realloc(s->images, s->images_capacity * (int64_t)sizeof *s->images);
+    }
+    for (int64_t i = 0; i < s->num_images; i++) s->images[i] = sequence->images->items[i];
+}
+
+/* The first row of `count` rows of features next to one another that no slot has; -1: there are none. */
+static int64_t mt_features_find(const mt_batcher *b, int64_t count) {
+    for (int64_t s = -1; s < b->plan.max_sequences; s++) { // at the start, or behind the rows of a slot
+        int64_t first = s < 0 ? 0 : b->slots[s].first_feature + b->slots[s].num_features;
+        bool is_free = first + count <= b->plan.max_image_tokens && (s < 0 || b->slots[s].num_features > 0);
+        for (const mt_cache_slot *o = b->slots; o < b->slots + b->plan.max_sequences && is_free; o++)
+            is_free = o->num_features == 0 || o->first_feature >= first + count ||
+                      o->first_feature + o->num_features <= first;
+        if (is_free) return first;
+    }
+    return -1;
+}
+
+/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it, which the
+ * model is to compute. False: too few rows are free. */
+static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t common) {
+    int64_t first = 0, count = 0;
+    while (first < s->num_images && s->images[first].first + mt_image_size(b, &s->images[first]) <= common) first++;
+    for (int64_t i = first; i < s->num_images; i++) count += mt_image_size(b, &s->images[i]);
+    if (count == 0) return true;
+    MT_CHECK(count <= b->plan.max_image_tokens);
+    int64_t row = mt_features_find(b, count);
+    if (row < 0) return false;
+    s->first_feature = row, s->num_features = count, s->first_image = first;
+    for (int64_t i = first; i < s->num_images; row += mt_image_size(b, &s->images[i++]))
+        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, i, row};
+    return true;
+}
+
+/* The rows of features and the coordinates of the slot's tokens [at, at + count), which are rows from `to` on of the
+ * forward. An image begins at the position of a text's token there, and the text goes on at its longer side. */
+static void mt_cache_slot_place(mt_batcher *b, const mt_cache_slot *s, int64_t at, int64_t count, int64_t to) {
+    mt_image_rows *rows = &b->batch.image_rows;
+    int64_t before = 0, side = b->plan.merge_size, i = 0, feature = s->first_feature; // before: positions less tokens
+    for (int64_t t = at; t < at + count; t++, to++) {
+        int64_t size = 0, place[3];
+        while (i < s->num_images && s->images[i].first + (size = mt_image_size(b, &s->images[i])) <= t) {
+            before += mt_max(s->images[i].grid.height, s->images[i].grid.width) / side - size;
+            if (i >= s->first_image) feature += size;
+            i++;
+        }
+        bool is_image = i < s->num_images && t >= s->images[i].first;
+        int64_t begin = is_image ? s->images[i].first : t, width = is_image ? s->images[i].grid.width / side : 1;
+        place[0] = place[1] = place[2] = begin + before;
+        if (is_image) place[1] += (t - begin) / width, place[2] += (t - begin) % width;
+        for (int k = 0; k < 3; k++) rows->coordinates[3 * to + k] = (int32_t)place[k];
+        rows->features[to] = is_image ? (int32_t)(feature + t - begin) : -1;
+    }
+    rows->any |= s->num_images > 0;
+}
+
+/* ---- beginnings that texts share */
+
 /* The number of leading tokens that are the same, of at most `limit`. */
 static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limit) {
     int64_t n = 0;
@@ -17706,11 +17841,20 @@ static int64_t mt_tokens_common(const int32_t *a, const int32_t *b, int64_t limi
     return n;
 }
 
-/* The same for a slot's text and a sequence: another adapter has other keys and values. */
+/* The same for a slot's text and a sequence: another adapter, or image, has other keys and values. */
 static int64_t mt_cache_slot_equal(const mt_cache_slot *s, const mt_sequence *sequence) {
     if (s->adapter != sequence->adapter) return 0;
-    int64_t read = s->num_cached - s->num_drafts; // drafts may be dropped
-    return mt_tokens_common(s->tokens, sequence->tokens, mt_min(read, sequence->num_tokens - 1));
+    int64_t read = s->num_cached - s->num_drafts, count = mt_sequence_num_images(sequence); // drafts may be dropped
+    int64_t limit = mt_min(read, sequence->num_tokens - 1);
+    limit = mt_images_common(s->images, s->num_images, count ? sequence->images->items : NULL, count, limit);
+    return mt_tokens_common(s->tokens, sequence->tokens, limit);
+}
+
+/* The same for two sequences. */
+static int64_t mt_sequences_common(const mt_sequence *a, const mt_sequence *b, int64_t limit) {
+    int64_t num_a = mt_sequence_num_images(a), num_b = mt_sequence_num_images(b);
+    limit = mt_images_common(num_a ? a->images->items : NULL, num_a, num_b ? b->images->items : NULL, num_b, limit);
+    return mt_tokens_common(a->tokens, b->tokens, limit);
 }
 
 /* Leading tokens of a sequence that it can take from a slot: whole pages, which both may read, or up to the last token
@@ -17737,7 +17881,7 @@ static int64_t mt_batcher_keep_at(const mt_batcher *b, const mt_sequence *sequen
         const mt_sequence *other = &sequences[j];
         if (other->slot >= 0 || other->finish != MT_UNFINISHED || other->adapter != own->adapter) continue;
         int64_t limit = mt_min(own->num_tokens, other->num_tokens - 1);
-        most = mt_max(most, mt_tokens_common(own->tokens, other->tokens, limit)), seen++;
+        most = mt_max(most, mt_sequences_common(own, other, limit)), seen++;
     }
     return most - common < b->plan.page_rows ? 0 : most;
 }
@@ -17749,8 +17893,7 @@ static bool mt_batcher_waits(const mt_batcher *b, const mt_sequence *sequences, 
     for (const mt_cache_slot *s = b->slots; s < b->slots + b->plan.max_sequences; s++) {
         bool is_later = s->sequence >= 0 && s->keep_at > 0 && s->keep_at < own->num_tokens;
         is_later = is_later && s->adapter == own->adapter;
-        if (is_later && mt_tokens_common(sequences[s->sequence].tokens, own->tokens, s->keep_at) == s->keep_at)
-            return true;
+        if (is_later && mt_sequences_common(&sequences[s->sequence], own, s->keep_at) == s->keep_at) return true;
     }
     return false;
 }
@@ -17801,8 +17944,9 @@ static bool mt_batcher_admit(mt_batcher *b, mt_sequence *sequences, int64_t coun
     memcpy(s->tokens, sequence->tokens, (size_t)common * 4);
     s->adapter = sequence->adapter;
     s->sequence = i; // from here on its pages are not freed
+    mt_cache_slot_set_images(s, sequence);
     int64_t needed = mt_divide_up(sequence->num_tokens, rows) - s->num_pages;
-    if (!mt_pages_reserve(b, needed + wanted)) {
+    if (!mt_pages_reserve(b, needed + wanted) || !mt_cache_slot_take_features(b, s, common)) {
         s->sequence = -1;
         return false;
     }
@@ -17875,6 +18019,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
         b->cache_rows[t] = (int32_t)(pages[at / rows] * rows + at % rows);
     }
+    if (b->plan.max_image_tokens > 0) mt_cache_slot_place(b, s, cached, count, start);
     int64_t first_row = sequence->slot * mt_pages_per_slot(&b->plan) * rows;
     if (b->added) b->added->adapters[b->batch.num_spans] = sequence->adapter;
     b->batch.spans[b->batch.num_spans++] = (mt_span){start, count, first_row, cached + count, true};
@@ -17899,6 +18044,8 @@ static void mt_batcher_end_forward(mt_batcher *b, int64_t slot) {
     mt_cache_slot *s = &b->slots[slot];
     if (b->plan.has_states && s->num_cached > s->num_computed) s->state_tokens = s->num_cached;
     s->sequence = -1, s->num_computed = s->num_cached, s->num_drafts = 0;
+    const mt_sequence_image *last = s->num_images > 0 ? &s->images[s->num_images - 1] : NULL;
+    if (last && s->num_cached >= last->first + mt_image_size(b, last)) s->num_features = 0;
     if (s->keep_at == 0 || s->state_tokens != s->keep_at) return;
     s->kept_tokens = s->keep_at, s->keep_at = 0;
     b->state_copies[b->num_state_copies++] = (mt_state_copy){slot, slot, false, true};
@@ -17913,6 +18060,9 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
     memcpy(old->spans, batch->spans, (size_t)batch->num_spans * sizeof *old->spans);
     memcpy(old->tokens, batch->tokens, (size_t)T * 4), memcpy(old->positions, batch->positions, (size_t)T * 4);
     memcpy(old->cache_rows, b->cache_rows, (size_t)T * 4);
+    mt_image_rows *images = &batch->image_rows;
+    if (images->any) memcpy(old->features, images->features, (size_t)T * 4);
+    if (images->any) memcpy(old->coordinates, images->coordinates, (size_t)T * 12);
     memcpy(old->logit_rows, b->logit_rows, (size_t)num_logits * 4);
     memcpy(old->logit_sequences, b->logit_sequences, (size_t)num_logits * 8);
     for (int64_t place = 0; place <= n; place++) {
@@ -17924,6 +18074,8 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
             for (int64_t t = span.q_start; t < span.q_start + span.q_len; t++, row++) {
                 batch->tokens[row] = old->tokens[t], batch->positions[row] = old->positions[t];
                 b->cache_rows[row] = old->cache_rows[t], old->moved[t] = (int32_t)row;
+                if (images->any) images->features[row] = old->features[t];
+                if (images->any) memcpy(&images->coordinates[3 * row], &old->coordinates[3 * t], 12);
             }
             span.q_start = row - span.q_len, batch->spans[spans++] = span;
         }
@@ -17938,7 +18090,8 @@ static void mt_batcher_order(mt_batcher *b, const mt_sequence *sequences) {
 
 int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
     b->batch.num_tokens = b->batch.num_spans = b->num_logits = b->num_copies = 0;
-    b->num_state_copies = b->num_begun = b->batch.encoder.num_spans = 0;
+    b->num_state_copies = b->num_begun = b->num_seen = b->batch.encoder.num_spans = 0;
+    b->batch.image_rows.any = false;
     b->prefill = (mt_prefill){.tokens = 0};
     b->num_forwards++;
     for (int64_t s = 0; s < b->plan.max_sequences; s++) mt_batcher_end_forward(b, s);
@@ -17946,9 +18099,12 @@ int64_t mt_batcher_next(mt_batcher *b, mt_sequence *sequences, int64_t count) {
         MT_CHECK(sequences[i].num_tokens > 0 && sequences[i].max_tokens <= b->plan.max_length);
         if (sequences[i].finish != MT_UNFINISHED) sequences[i].slot = -1;
         if (sequences[i].slot >= 0) b->slots[sequences[i].slot].sequence = i;
+        MT_CHECK(mt_sequence_num_images(&sequences[i]) == 0 || b->plan.max_image_tokens > 0);
         MT_CHECK(!sequences[i].views_prompt || b->plan.max_viewed > 0);
         MT_CHECK(sequences[i].adapter >= 0 && sequences[i].adapter <= b->plan.num_adapters);
     }
+    for (int64_t s = 0; s < b->plan.max_sequences; s++) // of a sequence that was ended
+        if (b->slots[s].sequence < 0) b->slots[s].num_features = 0;
     for (int64_t i = 0; i < count; i++) // decode steps first: each is one token, and all of them wait for this forward
         if (sequences[i].slot >= 0 && b->slots[sequences[i].slot].num_cached + 1 == sequences[i].num_tokens &&
             mt_batcher_grow(b, sequences, i)) {
@@ -18002,6 +18158,8 @@ void mt_batcher_pad(mt_batcher *b, int64_t num_tokens) {
     MT_CHECK(num_tokens <= b->plan.max_tokens && num_tokens - b->batch.num_tokens <= b->plan.page_rows);
     for (int64_t t = b->batch.num_tokens; t < num_tokens; t++, row++, key++) {
         b->batch.tokens[t] = b->batch.positions[t] = 0, b->cache_rows[t] = (int32_t)row;
+        if (b->batch.image_rows.any) b->batch.image_rows.features[t] = -1;
+        if (b->batch.image_rows.any) memset(&b->batch.image_rows.coordinates[3 * t], 0, 12);
         b->batch.spans[b->batch.num_spans++] = (mt_span){t, 1, key, 1, true};
     }
     b->batch.num_tokens = mt_max(b->batch.num_tokens, num_tokens);
@@ -18029,6 +18187,7 @@ struct mt_generator {
     mt_sampled *sampled;      // [decode rows + max_viewed]
     bool *taken;              // [decode rows + max_viewed] rows whose token was known, or appended
     mt_drafting drafting;
+    float *patches; // [max_patches, numbers of a patch] of an image
     mt_generator_totals totals;
 };
 
@@ -18068,6 +18227,9 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     batching.max_inputs = plan->max_inputs;
     MT_CHECK((plan->max_inputs > 0) == mt_has_encoder(model));
     batching.num_adapters = plan->num_adapters, batching.num_drafts = plan->num_drafts;
+    batching.num_adapters = plan->num_adapters, batching.max_image_tokens = plan->max_image_tokens;
+    batching.merge_size = mt_max(model->options->vision.spatial_merge_size, 1);
+    g->patches = mt_malloc(mt_max(plan->max_patches * mt_patch_values(model->options), 1) * 4);
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
         g->logits = mt_malloc((most + max_viewed) * model->options->vocab_size * 4);
@@ -18098,6 +18260,7 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->taken);
     free(g->drafting.cache_rows), free(g->drafting.owners), free(g->drafting.logit_rows), free(g->drafting.logits);
     mt_batch_free(&g->drafting.batch);
+    free(g->patches);
     free(g);
 }
 
@@ -18335,6 +18498,21 @@ static void mt_generator_draft(mt_generator *g, mt_sequence *sequences) {
     }
 }
 
+/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error. */
+static int mt_generator_see(mt_generator *g, const mt_sequence *sequences, mt_error *error) {
+    const mt_batcher *b = g->batcher;
+    int status = 0;
+    for (int64_t i = 0; i < b->num_seen && status == 0; i++) {
+        const mt_sequence_images *images = sequences[b->seen[i].sequence].images;
+        if (!g->model->has_embedding) break;
+        status = images->read(images->context, b->seen[i].image, g->patches, error);
+        if (status == 0) mt_model_see(g->model, b->seen[i].row, &images->items[b->seen[i].image].grid, g->patches);
+    }
+    if (b->num_seen == 0) return 0;
+    int failed = mt_agree(&g->model->grid->tensor, status != 0, error);
+    return mt_agree(&g->model->grid->pipeline, failed != 0, error);
+}
+
 /* Runs the batcher's forward and samples from its logits. */
 static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_error *error) {
     mt_batcher *b = g->batcher;
@@ -18347,6 +18525,7 @@ static int mt_generator_forward(mt_generator *g, mt_sequence *sequences, mt_erro
         const mt_sequence *sequence = &sequences[b->slots[b->begun[i]].sequence];
         mt_model_encode(g->model, b->begun[i], sequence->inputs, sequence->num_inputs);
     }
+    if (mt_generator_see(g, sequences, error) != 0) return -1;
     for (int64_t i = 0; i < b->num_copies; i++) mt_model_cache_copy(g->model, &b->copies[i]);
     for (int64_t i = 0; i < b->num_state_copies; i++) mt_model_state_copy(g->model, &b->state_copies[i]);
     for (int64_t row = 0; row < b->num_logits; row++) shows |= sequences[b->logit_sequences[row]].view != NULL;
@@ -20332,10 +20511,6 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
         {mt_exceeds(o->mamba_head_dim, l->ssd_columns),
          "--mamba-head-dim is %lld, and Mamba-2 on this device takes heads of at most %lld channels",
          {o->mamba_head_dim, l->ssd_columns}},
-        {l->no_plain && o->mamba_num_groups < o->tensor_model_parallel_size,
-         "--mamba-num-groups %lld below --tensor-model-parallel-size %lld runs on the CPU only so far; take --device "
-         "cpu, or fewer tensor-parallel ranks",
-         {o->mamba_num_groups, o->tensor_model_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -21324,12 +21499,6 @@ static int mt_cross_check(const mt_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
-static int mt_cross_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    (void)o;
-    if (!l->no_plain) return 0;
-    return mt_error_set(error, "--decoder-num-layers: encoder-decoders run on the CPU only so far; take --device cpu");
-}
-
 static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .slots = mt_cross_slots,
                                             .forward = mt_cross_forward,
@@ -21338,8 +21507,7 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .attends = true,
                                             .widths = mt_cross_widths,
                                             .multiplications = mt_cross_multiplications,
-                                            .check = mt_cross_check,
-                                            .check_limits = mt_cross_check_limits};
+                                            .check = mt_cross_check};
 
 /* ==== §21 vision ================================================================================================== */
 /* The tower before a decoder of the Qwen-VL line. An image is a grid of patches; the tower is a string of layers over
@@ -21389,6 +21557,10 @@ static const float mt_vision_epsilon = 1e-6f; // of all norms of the tower
 
 static bool mt_has_images(const mt_pass *p) {
     return p->mb->vision.num_tokens > 0;
+}
+
+static bool mt_has_coordinates(const mt_pass *p) {
+    return p->mb->vision.has_coordinates;
 }
 
 static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer) {
@@ -21581,7 +21753,8 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
 /* x[R, C] += the features of a merger at the rows of their tokens. */
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x) {
     const mt_vision_batch *v = &p->mb->vision;
-    mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .in = v->mergers[merger].out, .position = v->token_of_row};
+    mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
+    rows.in = p->decode ? m->vision->features[merger] : v->mergers[merger].out;
     rows.base = rows.out = x;
     m->ops->combine_rows(&rows, m->dtype, p->stream);
 }
@@ -21646,10 +21819,33 @@ static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
     return merger;
 }
 
+/* Ranks that share a bucket gather its weights at the same time: one whose micro-batch has no images does as others
+ * whose micro-batches have some, in the order of their passes. */
+static void mt_vision_gather(mt_model *m, int64_t bucket) {
+    if (m->plan.max_patches == 0) return; // no rank has images
+    mt_bucket_acquire(m, bucket);
+    mt_bucket_release(m, bucket);
+}
+
+/* The buckets of mt_vision_forward. */
+static void mt_vision_pass_over(mt_model *m) {
+    const mt_vision *t = m->vision;
+    mt_vision_gather(m, t->input.bucket);
+    for (int64_t i = 0; i < t->num_layers; i++) {
+        int64_t merger = mt_deepstack_of(m, i);
+        mt_vision_gather(m, t->layers[i].bucket);
+        if (merger > 0) mt_vision_gather(m, t->mergers[merger].bucket);
+    }
+    mt_vision_gather(m, t->mergers[0].bucket);
+}
+
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    if (!mt_has_images(p)) return;
+    if (!mt_has_images(p)) {
+        mt_vision_pass_over(m);
+        return;
+    }
     mt_vision_input_forward(m, &patches, v->hidden[0]);
     for (int64_t i = 0; i < m->vision->num_layers; i++) {
         mt_vision_layer_forward(m, &patches, i, v->hidden[i], v->hidden[i + 1]);
@@ -21659,12 +21855,16 @@ static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     mt_merger_forward(m, &patches, 0, v->hidden[m->vision->num_layers]);
 }
 
-/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing. */
-static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket) {
-    if (!m->buckets[bucket].trained) return;
-    mt_bucket_gradients_acquire(m, bucket);
-    mt_bucket_zero_unwritten(m, bucket);
-    mt_bucket_gradients_release(m, bucket, p->last);
+/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing.
+ * `gathers`: other ranks, whose micro-batches have images, read its weights. */
+static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
+    if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
+    if (m->buckets[bucket].trained) {
+        mt_bucket_gradients_acquire(m, bucket);
+        mt_bucket_zero_unwritten(m, bucket);
+        mt_bucket_gradients_release(m, bucket, p->last);
+    }
+    if (gathers && m->plan.max_patches > 0) mt_bucket_release(m, bucket);
 }
 
 /* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
@@ -21673,22 +21873,22 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_vision *t = m->vision;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    bool tower = m->buckets[t->input.bucket].trained, mergers = m->buckets[t->mergers[0].bucket].trained;
-    bool runs = mt_has_images(p) && (tower || mergers);
+    bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
+    bool runs = mt_has_images(p) && any;
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], true);
-        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket);
+        if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket, any);
         merger = i > 0 ? mt_deepstack_of(m, i - 1) : -1;
         if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], false);
-        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket);
+        if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket, any);
         if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1]);
-        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket);
+        if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
     if (runs && tower)
         mt_vision_input_backward(m, &patches);
     else
-        mt_vision_skip(m, p, t->input.bucket);
+        mt_vision_skip(m, p, t->input.bucket, tower);
 }
 
 /* ---- inputs, on the host */
@@ -21727,11 +21927,21 @@ static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
 }
 
+/* The cosines of the decoder's token t, which has these coordinates. */
+static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int64_t t, const int64_t at[3]) {
+    const mt_options *o = m->options;
+    int64_t half = m->rotary_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        double angle = (double)at[mt_mrope_coordinate(o, i)] * mt_rope_frequency(o, MT_ROPE_MODEL, i, m->rotary_dim);
+        host->rope_cos[t * half + i] = (float)cos(angle), host->rope_sin[t * half + i] = (float)sin(angle);
+    }
+}
+
 /* The rows of the residual stream of each image's tokens, in order, and the cosines of all tokens. A token of text has
  * one coordinate, its position; the tokens of an image begin there, and the text behind it at its longer side. */
 static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *rows, const mt_vision_batch *host) {
     const mt_options *o = m->options;
-    int64_t side = o->vision.spatial_merge_size, half = m->rotary_dim / 2, image = 0;
+    int64_t side = o->vision.spatial_merge_size, image = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
         int64_t t = batch->spans[s].q_start, end = t + batch->spans[s].q_len, position = batch->positions[t];
         while (t < end) {
@@ -21740,12 +21950,7 @@ static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *r
             int64_t height = grid ? grid->height / side : 1, width = grid ? grid->width / side : 1;
             for (int64_t k = 0; k < height * width; k++, t++) {
                 int64_t at[3] = {position, position + k / width, position + k % width};
-                for (int64_t i = 0; i < half; i++) {
-                    double frequency = mt_rope_frequency(o, MT_ROPE_MODEL, i, m->rotary_dim);
-                    double angle = (double)at[mt_mrope_coordinate(o, i)] * frequency;
-                    host->rope_cos[t * half + i] = (float)cos(angle);
-                    host->rope_sin[t * half + i] = (float)sin(angle);
-                }
+                mt_vision_rotate(m, host, t, at);
                 if (grid) *rows++ = (int32_t)t;
             }
             position += mt_max(height, width);
@@ -21820,6 +22025,7 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batc
     int64_t M = m->vision->M, T = batch->num_tokens, P = 0;
     for (int64_t i = 0; i < images->num_images; i++) P += images->grids[i].height * images->grids[i].width;
     v->num_patches = P, v->num_tokens = P / M, v->num_images = v->num_windows = 0;
+    v->has_coordinates = P > 0;
     if (P == 0) return;
     mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
     mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
@@ -21848,6 +22054,66 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batc
     if (tower) memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+}
+
+/* The same for a decode pass, for which the features of its images are kept. */
+static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
+    const mt_image_rows *rows = &batch->image_rows;
+    mt_vision_batch *v = &mb->vision;
+    int64_t T = batch->num_tokens;
+    v->num_patches = v->num_tokens = 0, v->has_coordinates = rows->any;
+    if (!rows->any) return;
+    MT_CHECK(m->plan.max_image_tokens > 0);
+    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
+    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
+    mt_vision_block_at(m, v, &on_device, T, 0, false);
+    mt_vision_batch host = *v;
+    mt_vision_block_at(m, &host, &on_host, T, 0, false);
+    for (int64_t t = 0; t < T; t++) {
+        const int32_t *place = &rows->coordinates[3 * t];
+        mt_vision_rotate(m, &host, t, (int64_t[3]){place[0], place[1], place[2]});
+        host.numbers[t] = (int32_t)t, host.token_of_row[t] = rows->features[t];
+        if (rows->features[t] < 0) continue;
+        block->tokens[t] = -1, v->num_tokens++;
+    }
+    m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+}
+
+void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const float *patches) {
+    int64_t P = grid->height * grid->width, tokens, chunk = 0;
+    MT_CHECK(m->vision && P > 0 && P <= m->plan.max_patches);
+    tokens = P / m->vision->M;
+    MT_CHECK(row >= 0 && row + tokens <= m->plan.max_image_tokens);
+    if (!m->has_embedding) return;
+    while (!m->stages[chunk].embedding) chunk++;
+    mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
+    mt_vision_batch *v = &mb->vision;
+    v->num_patches = P, v->num_tokens = tokens, v->num_images = v->num_windows = 0;
+    m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
+    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
+    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
+    mt_vision_block_at(m, v, &on_device, tokens, P, true);
+    mt_vision_batch host = *v;
+    mt_vision_block_at(m, &host, &on_host, tokens, P, true);
+    int32_t *rows = mt_malloc(tokens * 4);
+    for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
+    for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
+    mt_vision_image_load(m, grid, patches, 0, rows, v, &host);
+    for (int64_t k = 0; k < tokens; k++) host.token_of_row[host.row_of_token[k]] = (int32_t)k;
+    memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
+    memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    free(rows);
+    m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
+    mb->context = NULL;
+    mt_pass p = mt_pass_begin(m, mb);
+    mt_vision_forward(m, &p);
+    for (int64_t i = 0; i < m->vision->num_mergers; i++) {
+        mt_row_args gather = {.T = tokens, .width = m->C, .index = v->token_of_row, .from = v->mergers[i].out};
+        gather.to = mt_at(m->vision->features[i], row * m->C, m->dtype);
+        m->ops->gather_rows(&gather, m->dtype, m->stream);
+    }
+    v->num_patches = v->num_tokens = 0;
+    m->ops->stream_synchronize(m->stream); // the forward fills the same block
 }
 
 /* The image tokens of a batch are those of its images. Without images, the token is text. */
@@ -21925,14 +22191,25 @@ static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena
     v->memory = mt_arena_alloc(arena, P > 0 ? t->block_bytes : 0);
     if (!m->stages[mb->chunk].embedding || P == 0) return;
     v->x = mt_arena_alloc(arena, P * mt_patch_values(m->options) * size);
-    for (int64_t i = 0; i <= t->num_layers; i++) v->hidden[i] = mt_arena_alloc(arena, P * t->C * size);
+    for (int64_t i = 0; i <= t->num_layers; i++) // two take turns where no backward reads them
+        v->hidden[i] = m->plan.train || i < 2 ? mt_arena_alloc(arena, P * t->C * size) : v->hidden[i % 2];
     for (int64_t i = 0; i < t->num_layers && v->layers; i++) mt_vision_plan_values(m, &v->layers[i], arena);
     for (int64_t i = 0; i < t->num_mergers; i++) {
         mt_merger_values *a = &v->mergers[i];
         mt_vision_plan_norm(m, &a->norm, P, arena);
         a->fc1 = mt_arena_alloc(arena, P * t->C * size), a->active = mt_arena_alloc(arena, P * t->C * size);
-        a->out = mt_arena_alloc(arena, tokens * m->C * size), a->dout = mt_arena_alloc(arena, tokens * m->C * size);
+        a->out = mt_arena_alloc(arena, tokens * m->C * size);
+        if (m->plan.train) a->dout = mt_arena_alloc(arena, tokens * m->C * size);
     }
+}
+
+/* Of the stream that computes the tower: for patches, and for mergers that have M of them in a row. */
+static int64_t mt_vision_workspace_bytes(const mt_model *m) {
+    const mt_vision *t = m->vision;
+    int64_t P = m->plan.max_patches;
+    if (!t || !m->has_embedding || P == 0) return 0;
+    return mt_max(m->ops->workspace_bytes(P, t->C, t->C / t->D, t->D),
+                  m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
@@ -21942,6 +22219,8 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     if (!m->has_embedding || P == 0) return;
     mt_vision_plan_values(m, t->shared, arena);
     s->sum = mt_arena_alloc(arena, row);
+    for (int64_t i = 0; i < t->num_mergers; i++)
+        m->vision->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
     if (!m->plan.train) return;
     s->dhidden = mt_arena_alloc(arena, row), s->dnormed = mt_arena_alloc(arena, row);
     s->dattended = mt_arena_alloc(arena, row), s->dqkv = mt_arena_alloc(arena, 3 * row);

@@ -1681,6 +1681,9 @@ typedef struct mt_gate_args {
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
     OP(gated_norm_backward, mt_work_bytes(5 * a->T * a->H * a->D, dtype), (a, dtype, stream),                          \
        const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream)                                                 \
+    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
+    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
+       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)                                   \
     /* y = x z. */                                                                                                     \
     OP(multiply_forward, mt_work_bytes(3 * a->T * a->C, dtype), (a, dtype, stream), const mt_multiply_args *a,         \
        mt_dtype dtype, mt_stream *stream)                                                                              \
@@ -1764,20 +1767,8 @@ typedef struct mt_sparse_attention {
     float *shares; // [block_rows, width]: sums over the heads here of the probabilities of the keys
 } mt_sparse_attention;
 
-/* Operations that the plain C backend alone has: mt_options_check_limits refuses their models elsewhere. */
-#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
-    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
-     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
-     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
-     * padding, are left out. */                                                                                       \
-    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
-       mt_stream *stream)                                                                                              \
-    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
-    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
-       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)                                \
-    /* means[T, H] of u^2, or with dy of dy w u, over these channels: see mt_gated_norm_args. */                       \
-    OP(gated_norm_means, mt_work_bytes(2 * a->T * a->H * a->D, dtype), (a, means, dtype, stream),                      \
-       const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream)
+/* Operations that the plain C backend alone has, for mt_options_check_limits to refuse elsewhere: none now. */
+#define MT_PLAIN_OPERATIONS(OP)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -1997,7 +1988,16 @@ enum { MT_SINKHORN_ROUNDS = 1000 };
     /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless      \
      * scale[0] < 0: the step was bad. */                                                                              \
     OP(expert_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, loads, scale, E, rate, stream), float *bias,             \
-       const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)
+       const float *loads, const float *scale, int64_t E, float rate, mt_stream *stream)                               \
+    /* Quantile balancing, as Megatron's qb_dual_update: with alpha = the (k + 1)-th greatest of a token's logits +    \
+     * bias, sums[e] += the (T k / E + 1)-th greatest of logits[e] - alpha over the tokens, and sums[E] += 1. A bias   \
+     * of minus this quantile gives every expert T k / E tokens, if alpha stays. Tokens that are not finite, and       \
+     * padding, are left out. */                                                                                       \
+    OP(quantile_sums, mt_work_bytes(3 * a->T * a->E, MT_F32), (a, stream), const mt_quantile_args *a,                  \
+       mt_stream *stream)                                                                                              \
+    /* bias[E] = ema bias - (1 - ema) sums / sums[E], less its mean, unless scale[0] < 0: the step was bad. */         \
+    OP(quantile_bias_step, mt_work_bytes(3 * E, MT_F32), (bias, sums, scale, E, ema, stream), float *bias,             \
+       const float *sums, const float *scale, int64_t E, double ema, mt_stream *stream)
 
 /* The order of rows, for experts [first, first + count). num_local consecutive experts are on one rank, or on `copies`
  * ranks that share them and all receive every choice. Rows are sorted by destination, a pair of expert e and copy:
@@ -2528,6 +2528,7 @@ MT_PLAIN_OPERATIONS(MT_TIMED_TYPE)
 typedef struct mt_limits {
     bool one_attention;       // a single implementation of attention
     int64_t head_channels;    // channels of a head, of q and k or of v
+    int64_t bias_buckets;     // buckets of distances, each with a bias of attention's scores
     int64_t router_topk;      // experts of a token
     int64_t experts;          // experts of a router, plus its groups, each rounded up to a multiple of 32
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
@@ -2542,7 +2543,6 @@ typedef struct mt_limits {
     int64_t flash_channels;        // of a head in fused attention; wider ones take plain kernels
     int64_t delta_channels;        // channels of a head of the gated delta rule, of keys or of values
     int64_t ssd_rows, ssd_columns; // of a head's state in Mamba-2
-    bool no_plain; // without MT_PLAIN_OPERATIONS, and without value heads of another width than key heads
 } mt_limits;
 
 /* Phases are the parts of a training step, for a profile: the forward or backward of a micro-batch on a chunk (-1: of
@@ -3540,6 +3540,13 @@ typedef struct mt_image_batch {
                           // square, and within a square row by row
 } mt_image_batch;
 
+/* Decoding with images whose features the model keeps (mt_model_see). */
+typedef struct mt_image_rows {
+    bool any;             // false: no token is of a text with images, and the arrays are not read
+    int32_t *features;    // [T] the row of features that takes the place of a token's embedding; -1: none
+    int32_t *coordinates; // [T, 3] frame, row and column of a token; those of a text's token are equal
+} mt_image_rows;
+
 /* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
 typedef struct mt_batch {
     int64_t num_tokens;   // T
@@ -3558,6 +3565,7 @@ typedef struct mt_batch {
     mt_teacher_logits *teacher;             // distillation, on the ranks with the loss; or NULL
     mt_encoder_batch encoder;               // of an encoder-decoder, whose decoder has the other fields
     mt_image_batch images;                  // of a model with a vision tower
+    mt_image_rows image_rows;               // decoding with such a model; memory of the caller
     int64_t context_size; // dynamic context parallelism: ranks that share the batch, a block of neighbours in the
                           // context group that all fill the same; 0: the whole group
 } mt_batch;
@@ -3697,15 +3705,16 @@ extern const mt_loss mt_distillation; // mt_distillation_config, also to be set 
 
 /* The sizes that determine a model's memory, and its loss. */
 typedef struct mt_model_plan {
-    int64_t max_tokens;      // tokens of the largest micro-batch or prefill, of the encoder too
-    int64_t max_logits;      // rows of logits held at once
-    int64_t cache_rows;      // key/value cache rows a layer; 0: none
-    int64_t page_rows;       // rows of a page of the cache, a power of two; 0: no pages
-    int64_t max_inputs;      // of an encoder-decoder with a cache: tokens of a sequence for the encoder
-    int64_t max_patches;     // of the images of a micro-batch; 0: none has any
-    int64_t cache_sequences; // with pages: sequences whose keys are in the page table at once
-    int64_t num_drafts;      // with pages: tokens that modules of multi-token prediction draft for a sequence; 0: none
-    int64_t max_position;    // positions that tokens may have (rotary tables)
+    int64_t max_tokens;       // tokens of the largest micro-batch or prefill, of the encoder too
+    int64_t max_logits;       // rows of logits held at once
+    int64_t cache_rows;       // key/value cache rows a layer; 0: none
+    int64_t page_rows;        // rows of a page of the cache, a power of two; 0: no pages
+    int64_t max_inputs;       // of an encoder-decoder with a cache: tokens of a sequence for the encoder
+    int64_t max_patches;      // of the images of a micro-batch, in generation of one image; 0: none has any
+    int64_t max_image_tokens; // generation: of the images whose features are kept at once
+    int64_t cache_sequences;  // with pages: sequences whose keys are in the page table at once
+    int64_t num_drafts;       // with pages: tokens that modules of multi-token prediction draft for a sequence; 0: none
+    int64_t max_position;     // positions that tokens may have (rotary tables)
     int64_t num_adapters; // of a table, for mt_model_keep_adapter; decoding alone; 0: the model's own adapter, if any
     int64_t host_memory;  // bytes of this host that all its ranks may use together; 0: the machine's memory
     bool train;           // gradients, optimizer state and saved activations
@@ -3830,6 +3839,11 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
  * attention make of it, and keeps that in place `slot` of cache_sequences. In mt_model_decode sequence s of the batch
  * attends to the k rows of span s of batch->encoder, which begin at slot * max_inputs. */
 void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64_t n);
+
+/* Of a model with a vision tower: computes the features of an image's tokens from its patches, as those of
+ * mt_image_batch, and keeps them in rows [row, row + tokens of the image) of plan->max_image_tokens, for
+ * mt_batch.image_rows. Ranks without the embedding do nothing. */
+void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */
@@ -4206,6 +4220,21 @@ typedef enum mt_finish { MT_UNFINISHED, MT_FINISH_STOP, MT_FINISH_LENGTH } mt_fi
 struct mt_sequence;
 typedef void mt_logits_view(void *context, const struct mt_sequence *sequence, int64_t position, const float *logits);
 
+/* The images of a sequence, each in the place of a run of its prompt's tokens. `read` gives the patches of one, as
+ * mt_image_batch has them, when its text is admitted; an error ends the generation. */
+typedef struct mt_sequence_image {
+    int64_t first;      // its first token
+    mt_image_grid grid; // height width / spatial_merge_size^2 tokens
+    uint64_t key;       // a fingerprint of its contents: texts whose images have equal grids and keys share prefixes
+} mt_sequence_image;
+
+typedef struct mt_sequence_images {
+    int64_t count;
+    const mt_sequence_image *items; // [count] in the order of their tokens
+    int (*read)(void *context, int64_t image, float *patches, mt_error *error);
+    void *context;
+} mt_sequence_images;
+
 /* A sequence being generated. The last fields are for generators of mt_generator_create_mixed. */
 typedef struct mt_sequence {
     int64_t id;         // part of the key of its random draws
@@ -4225,8 +4254,9 @@ typedef struct mt_sequence {
     bool views_prompt; // ... and those after each token of the prompt, which shares no prefix then
     int32_t *inputs;   // [num_inputs] tokens for the encoder of an encoder-decoder; else NULL
     int64_t num_inputs;
-    int64_t adapter;    // of the model's table, from 1; 0: none
-    int64_t num_drafts; // private: drafted tokens behind num_tokens, which the next forward checks
+    int64_t adapter;                  // of the model's table, from 1; 0: none
+    const mt_sequence_images *images; // of a model with a vision tower, as long as it runs; NULL: none
+    int64_t num_drafts;               // private: drafted tokens behind num_tokens, which the next forward checks
 } mt_sequence;
 
 /* Samples the token that follows `sequence` from logits[vocab_size], in this order:
@@ -4341,13 +4371,20 @@ typedef struct mt_batcher_plan {
     int64_t max_length;    // tokens of a sequence
     int64_t max_tokens;    // of a forward
     int64_t page_rows;
-    int64_t num_pages;    // for at least one sequence of max_length; the page after them is for mt_batcher_pad
-    bool has_states;      // layers keep states: a text shares a prefix only where a state stands
-    int64_t max_viewed;   // rows of logits in a forward that are viewed and give no token; 0: none
-    int64_t num_adapters; // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
-    int64_t max_inputs;   // tokens of a sequence for the encoder; 0: the model has none
-    int64_t num_drafts;   // mt_model_plan.num_drafts
+    int64_t num_pages;        // for at least one sequence of max_length; the page after them is for mt_batcher_pad
+    bool has_states;          // layers keep states: a text shares a prefix only where a state stands
+    int64_t max_viewed;       // rows of logits in a forward that are viewed and give no token; 0: none
+    int64_t num_adapters;     // mt_model_plan.num_adapters; sequences share prefixes with those of their adapter alone
+    int64_t max_inputs;       // tokens of a sequence for the encoder; 0: the model has none
+    int64_t max_image_tokens; // whose features are kept at once, at least those of one sequence; 0: no images
+    int64_t merge_size;       // of images: side of the square of patches that becomes a token
+    int64_t num_drafts;       // mt_model_plan.num_drafts
 } mt_batcher_plan;
+
+/* An image of a sequence, and the row of its features. */
+typedef struct mt_seen_image {
+    int64_t sequence, image, row;
+} mt_seen_image;
 
 typedef struct mt_batcher {
     mt_batcher_plan plan;
@@ -4365,6 +4402,8 @@ typedef struct mt_batcher {
     mt_prefill max_prefill; // of a forward; the caller may change it between forwards; at first as much as fits
     int64_t num_begun;      // sequences whose memory is computed before the forward (mt_model_encode)
     int64_t *begun;         // their slots
+    int64_t num_seen;       // images whose features are computed before the forward (mt_model_see)
+    mt_seen_image *seen;
     /* private */
     struct mt_cache_slot *slots;
     struct mt_added *added;           // with num_adapters: the forward as it was filled, before its order by adapter

@@ -8,6 +8,8 @@
 #include "mma.cuh"
 #include "vector.cuh"
 
+#include <climits>
+
 typedef __nv_bfloat16 bf16;
 
 /* The rungs above the definition, fields of mt_attention_rungs. */
@@ -30,14 +32,66 @@ struct mt_selection {
     int64_t topk;
     const uint64_t *bits; // [Tq, words]
     int64_t words;
+    int *counter; // of tiles, memory for persistent blocks
 };
 
-/* Attention over selected keys by the definition, whose forward reads the lists, and by the second rung, which reads
- * bits and has no dropout. */
+/* Attention over selected keys by the definition, whose forward reads the lists, and by the rungs above it, which read
+ * bits and have no dropout. */
 void mt_selected_naive_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 void mt_selected_naive_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 bool mt_selected_mma_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
 bool mt_selected_mma_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_hopper_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+bool mt_selected_hopper_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream);
+
+/* ---- biases by distance ------------------------------------------------------------------------------------------ */
+
+/* The buckets of mt_relative_bucket as limits between them, which the host computes: on the device a logarithm may be
+ * rounded to another bucket. A distance below `exact` has a bucket of its own; begin[i] is the first one in bucket
+ * exact + 1 + i of `count`. If bidirectional, those of later keys follow. */
+enum { BUCKETS = MT_CUDA_BIAS_BUCKETS, LIMITS = 32 };
+struct distance_buckets {
+    int begin[LIMITS]; // INT_MAX: no further bucket
+    int exact, count, total;
+    bool bidirectional;
+};
+static_assert(BUCKETS - 1 - BUCKETS / 2 <= LIMITS, "a lane has a limit");
+
+/* The bucket of a distance. */
+__device__ __forceinline__ int bucket_of(const distance_buckets &b, int distance) {
+    int from = b.bidirectional ? abs(distance) : max(-distance, 0), bucket = min(from, b.exact);
+    for (int i = 0; i < LIMITS; i++) bucket += from >= b.begin[i];
+    return bucket + (b.bidirectional && distance > 0 ? b.count : 0);
+}
+
+/* The same of a distance that all lanes of the warp have in common. */
+__device__ __forceinline__ int bucket_of_warp(const distance_buckets &b, int distance) {
+    int from = b.bidirectional ? abs(distance) : max(-distance, 0);
+    int passed = __popc(__ballot_sync(0xffffffff, from >= b.begin[threadIdx.x % 32]));
+    return (from < b.exact ? from : b.exact + passed) + (b.bidirectional && distance > 0 ? b.count : 0);
+}
+
+static inline distance_buckets buckets_of(const mt_attention *a) {
+    const mt_relative_bias *bias = &a->bias;
+    distance_buckets b = {.total = (int)bias->buckets, .bidirectional = bias->bidirectional};
+    b.count = bias->bidirectional ? b.total / 2 : b.total, b.exact = b.count / 2;
+    for (int i = 0; i < LIMITS; i++) {
+        int64_t low = b.exact, high = bias->max_distance; // (low, high] has the first distance of the bucket
+        b.begin[i] = INT_MAX;
+        if (b.exact + 1 + i >= b.count) continue;
+        while (high - low > 1) {
+            int64_t middle = low + (high - low) / 2;
+            if (mt_relative_bucket(bias, -middle) > b.exact + i)
+                high = middle;
+            else
+                low = middle;
+        }
+        b.begin[i] = (int)(high < INT_MAX ? high : INT_MAX);
+    }
+    return b;
+}
+
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
 
 /* Kernel arguments, passed by value. */
 struct flash_tiles {
@@ -54,6 +108,8 @@ struct flash_tiles {
 template <class E> struct flash_task : flash_tiles {
     const E *q, *k, *v, *dout;
     E *out, *dq, *dk, *dv;
+    distance_buckets buckets; // with biases by distance
+    float *dbias;             // [tiles of queries, H, BUCKETS] parts of their gradient; NULL: not wanted
 };
 
 /* ---- masks ------------------------------------------------------------------------------------------------------- */
@@ -228,6 +284,66 @@ __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b,
                 for (int e = 0; e < 2; e++)
                     if (8 * n + e < first || 8 * n + e >= end) score[t][n][2 * h + e] = -INFINITY;
         }
+}
+
+/* Which columns of the two rows of a lane, row_of(0, 2 h) of a result, belong to a selection: bit 8 (n % 4) + e of
+ * word n / 4 is that of column col_of(n, e). */
+template <int COLUMNS> struct selected_columns { uint32_t words[2][COLUMNS / 32]; };
+
+/* Reads the bits of KEYS keys from `key` on, a multiple of 64, of the warp's 16 queries from row `query` on; `rows` of
+ * these belong to the span. The bits of other rows are those of its last query. */
+template <int KEYS>
+__device__ __forceinline__ void select_keys_of_rows(selected_columns<KEYS> &to, const mt_selection &from, int64_t query,
+                                                    int rows, int key) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const uint64_t *bits = from.bits + (query + min(row_of(0, 2 * h), rows - 1)) * from.words + key / 64;
+#pragma unroll
+        for (int w = 0; w < KEYS / 64; w++) {
+            uint64_t word = key / 64 + w < from.words ? bits[w] : 0;
+            to.words[h][2 * w] = (uint32_t)word >> threadIdx.x % 4 * 2;
+            to.words[h][2 * w + 1] = (uint32_t)(word >> 32) >> threadIdx.x % 4 * 2;
+        }
+    }
+}
+
+/* The bits of the warp's 16 keys from `key` on, a multiple of 16: those of queries 32 i + lane from row `query` on, of
+ * which `rows` belong to the span. */
+template <int QUERIES>
+__device__ __forceinline__ void read_selected(uint32_t (&bits)[QUERIES / 32], const mt_selection &from, int64_t query,
+                                              int rows, int key) {
+#pragma unroll
+    for (int i = 0; i < QUERIES / 32; i++) {
+        const int row = 32 * i + (int)threadIdx.x % 32;
+        const uint16_t *words = (const uint16_t *)(from.bits + (query + row) * from.words) + key / 16;
+        bits[i] = row < rows && key / 64 < from.words ? *words : 0;
+    }
+}
+
+/* Transposes them: columns are queries. */
+template <int QUERIES>
+__device__ __forceinline__ void select_queries_of_rows(selected_columns<QUERIES> &to,
+                                                       const uint32_t (&bits)[QUERIES / 32]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < QUERIES / 32; i++)
+#pragma unroll
+        for (int key = 0; key < 16; key++) {
+            uint32_t queries = __ballot_sync(0xffffffff, bits[i] >> key & 1);
+            if (key % 8 == lane / 4) to.words[key / 8][i] = queries >> lane % 4 * 2;
+        }
+}
+
+/* Sets the scores of other columns to -inf. */
+template <int N>
+__device__ __forceinline__ void hide_others(float (&score)[1][N][4], const selected_columns<8 * N> &selected) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (!(selected.words[h][n / 4] & 1u << (n % 4 * 8 + e))) score[0][n][2 * h + e] = -INFINITY;
 }
 
 /* ---- softmax and its gradient ------------------------------------------------------------------------------------ */
@@ -414,6 +530,7 @@ template <class E> static inline flash_task<E> flash_task_of(const mt_attention 
     task.lse = a->lse, task.row_dot = a->row_dot;
     task.spans = a->spans.device, task.num_spans = (int)a->spans.count;
     task.shape = *a;
+    if (a->bias.w) task.buckets = buckets_of(a);
     return task;
 }
 
@@ -425,6 +542,9 @@ static inline bool spans_share_keys(const mt_spans *spans) {
     }
     return false;
 }
+
+/* Adds `count` parts [H, BUCKETS] of the gradients of biases to those of the call, in order. */
+void mt_attention_add_dbias(const mt_attention *a, const float *parts, int64_t count, mt_stream *stream);
 
 /* Zeroes dk and dv of all keys of the spans; later kernels add to them. */
 void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
@@ -454,16 +574,16 @@ static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
 /* row_dot = sum(out dout) for every query and head; both kernels of a backward need it. */
 void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
-/* True if the flash kernels take these operands: 16-bit elements in rows that allow 16-byte loads. Each kernel checks
- * its head sizes itself, and dropout if it has none. */
-static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
+/* True if the flash kernels take these operands: 16-bit elements in rows that allow 16-byte loads, without biases. Each
+ * kernel checks its head sizes itself, and dropout if it has none. */
+static inline bool flash_serves(const mt_attention *a, mt_dtype dtype, bool has_biases = false) {
     const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)
         if ((uintptr_t)operand % 16 != 0) return false;
     int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return dtype != MT_F32 && a->scale > 0;
+    return dtype != MT_F32 && a->scale > 0 && (!a->bias.w || has_biases);
 }
 
 #endif

@@ -28,6 +28,11 @@ extern const mt_attention_rung mt_attention_cudnn;
  * since it does not repeat bit for bit. It serves heads of 128 channels in a stream with a workspace. */
 extern const mt_attention_rung mt_attention_unordered;
 
+/* For measurements: with false, sparse attention and its indexer multiply by mma.sync on a Hopper GPU too. */
+void mt_cuda_select_on_hopper(bool on);
+/* Likewise: the indexer's loss over all keys, its target and its gradients, takes the kernels of lists. */
+void mt_cuda_loss_on_tensor_cores(bool on);
+
 #ifdef __cplusplus
 }
 #endif

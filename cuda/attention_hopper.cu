@@ -63,8 +63,9 @@ __device__ __forceinline__ void forward_load(const flash_task<bf16> &task, const
     }
 }
 
-/* State of a consumer warpgroup of the forward; `row` is the position of its warp's rows in the span. */
-template <int D, int DV> struct forward_worker {
+/* State of a consumer warpgroup of the forward; `row` is the position of its warp's rows in the span. SELECTS: of
+ * sparse attention, which multiplies all and hides pairs. */
+template <int D, int DV, bool SELECTS> struct forward_worker {
     using size = forward_size<D, DV>;
     static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
     static constexpr bool TURNS = D > 64; // with fewer channels products are shorter than a softmax
@@ -75,6 +76,8 @@ template <int D, int DV> struct forward_worker {
     float out[1][DV / 8][4], score[1][KEYS / 8][4], shrink[1][2];
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
+    int64_t span_query; // row of the span's first query
+    const mt_selection *selection;
 
     __device__ __forceinline__ mt_ring<1> q_ring() const {
         return {at + size::Q_RING};
@@ -99,10 +102,13 @@ template <int D, int DV> struct forward_worker {
         multiply_weights<DV, KEYS>(out, weights, at + size::V + n % STAGES * size::V_TILE);
     }
     template <int PENDING> __device__ __forceinline__ void weigh_scores(int n, int key) {
+        selected_columns<KEYS> selected;
+        if constexpr (SELECTS) select_keys_of_rows(selected, *selection, span_query + row, seen.q_len - row, key);
         mt_wgmma_wait<PENDING>();
         mt_wgmma_hold(score[0]);
         k_ring().release(n);
         if (!all_see(seen, row, 16, key, KEYS)) hide<false>(score, seen, row, key);
+        if constexpr (SELECTS) hide_others(score, selected);
         softmax_step(state, score, shrink, scale);
     }
     __device__ __forceinline__ void finish_outputs(int n) {
@@ -140,15 +146,16 @@ template <int D, int DV> struct forward_worker {
     }
 };
 
-template <int D, int DV> __device__ __forceinline__ void forward_work(const flash_task<bf16> &task, char *memory) {
+template <int D, int DV, bool SELECTS>
+__device__ __forceinline__ void forward_work(const flash_task<bf16> &task, char *memory) {
     using size = forward_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
-    forward_worker<D, DV> worker;
+    forward_worker<D, DV, SELECTS> worker;
     worker.at = mt_shared_address(memory), worker.group = threadIdx.x / WARPGROUP - 1;
     worker.q_tile = worker.at + worker.group * 64 * 128;
-    worker.scale = shape.scale * LOG2_E;
+    worker.scale = shape.scale * LOG2_E, worker.selection = &task.selection;
     int n = 0;
     if (worker.TURNS) turns_begin(worker.group);
     for (int round = 0;; round++) {
@@ -156,6 +163,7 @@ template <int D, int DV> __device__ __forceinline__ void forward_work(const flas
         if (t.head == NO_MORE) break;
         queue.turns.release(round);
         worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        worker.span_query = t.span.q_start;
         const range keys = keys_of(worker.seen, t.first, size::QUERIES);
         clear(worker.out);
         softmax_begin(worker.state);
@@ -172,7 +180,7 @@ template <int D, int DV> __device__ __forceinline__ void forward_work(const flas
 }
 #endif
 
-template <int D, int DV>
+template <int D, int DV, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -194,7 +202,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             hand_out_tiles<false>(task, tile_queue(memory + size::TILES), task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<232>();
-        forward_work<D, DV>(task, memory);
+        forward_work<D, DV, SELECTS>(task, memory);
     }
 #endif
 }
@@ -242,7 +250,8 @@ __device__ __forceinline__ void backward_q_load(const flash_task<bf16> &task, co
     }
 }
 
-template <int D, int DV> __device__ __forceinline__ void backward_q_work(const flash_task<bf16> &task, char *memory) {
+template <int D, int DV, bool SELECTS>
+__device__ __forceinline__ void backward_q_work(const flash_task<bf16> &task, char *memory) {
     using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
@@ -279,10 +288,13 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
             multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
             multiply_rows<DV, QUERIES, KEYS>(dp, dout_tile, v_tile);
             turn_pass(group);
+            selected_columns<KEYS> selected;
+            if constexpr (SELECTS) select_keys_of_rows(selected, task.selection, query, rows, key);
             mt_wgmma_wait<1>(); // waits for the scores and for dq of the preceding tile
             mt_wgmma_hold(score[0]);
             if (n > first) kv_ring.release(n - 1);
             if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
+            if constexpr (SELECTS) hide_others(score, selected);
             weights_by_row(score, stats, shape.scale * LOG2_E);
             mt_wgmma_wait<0>();
             mt_wgmma_hold(dp[0]);
@@ -302,7 +314,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
 }
 #endif
 
-template <int D, int DV>
+template <int D, int DV, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_q(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -323,7 +335,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<232>();
-        backward_q_work<D, DV>(task, memory);
+        backward_q_work<D, DV, SELECTS>(task, memory);
     }
 #endif
 }
@@ -404,13 +416,14 @@ __device__ __forceinline__ void backward_kv_load(const flash_task<bf16> &task, c
 }
 
 /* State of a consumer warpgroup of this kernel; `row` is the position of its warp's keys in the span. */
-template <int D, int DV> struct backward_kv_worker {
+template <int D, int DV, bool SELECTS> struct backward_kv_worker {
     using size = backward_kv_size<D, DV>;
     static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     static constexpr bool REUSE = size::REUSE, EARLY = D == 64; // EARLY: registers suffice for scores and dp at once
     char *memory;
     uint32_t at, k_tile, v_tile;
     int row;
+    int64_t span_query; // row of the span's first query
     float scale;
     band seen;
     float dk[1][D / 8][4], dv[1][DV / 8][4], score[1][QUERIES / 8][4], other[1][QUERIES / 8][4];
@@ -431,10 +444,12 @@ template <int D, int DV> struct backward_kv_worker {
 
     /* Adds the part of the tile of queries at `query`, ring use n, to dk and dv. The product for dk is still running on
      * return, unless registers are reused. */
-    __device__ __forceinline__ void step(int n, int query, bool is_first) {
+    __device__ __forceinline__ void step(const mt_selection &selection, int n, int query, bool is_first) {
         const uint32_t q_tile = at + size::Q + n % size::STAGES * size::STAGE, dout_tile = q_tile + size::Q_TILE;
         const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
         float(&dp)[1][QUERIES / 8][4] = REUSE ? score : other;
+        uint32_t bits[QUERIES / 32];
+        if constexpr (SELECTS) read_selected<QUERIES>(bits, selection, span_query + query, seen.q_len - query, row);
         q_ring().wait_filled(n);
         if (query + QUERIES > seen.q_len) clear_tails<QUERIES, D, DV>(q_tile, seen.q_len - query);
         mt_wgmma_hold(score[0]);
@@ -442,10 +457,13 @@ template <int D, int DV> struct backward_kv_worker {
         mt_wgmma_fence();
         multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
         if (EARLY) multiply_rows<DV, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        selected_columns<QUERIES> selected;
+        if constexpr (SELECTS) select_queries_of_rows(selected, bits);
         mt_wgmma_wait<EARLY ? 1 : 0>(); // waits for the scores and for dk of the preceding step
         mt_wgmma_hold(score[0]);
         if (!REUSE && !is_first) q_ring().release(n - 1);
         if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
+        if constexpr (SELECTS) hide_others(score, selected);
         weights_by_column(score, stats, scale * LOG2_E);
         pack_weights<bf16>(pairs, score);
         mt_wgmma_hold(dv[0]);
@@ -471,12 +489,13 @@ template <int D, int DV> struct backward_kv_worker {
     }
 };
 
-template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const flash_task<bf16> &task, char *memory) {
+template <int D, int DV, bool SELECTS>
+__device__ __forceinline__ void backward_kv_work(const flash_task<bf16> &task, char *memory) {
     using size = backward_kv_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
-    backward_kv_worker<D, DV> worker;
+    backward_kv_worker<D, DV, SELECTS> worker;
     worker.memory = memory, worker.at = mt_shared_address(memory), worker.scale = shape.scale;
     worker.k_tile = worker.at + group * 64 * 128, worker.v_tile = worker.k_tile + size::V;
     int n = 0;
@@ -485,13 +504,14 @@ template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const 
         if (t.head == NO_MORE) break;
         queue.turns.release(round);
         worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        worker.span_query = t.span.q_start;
         const query_steps steps = steps_of<size>(task, t, worker.seen);
         int query = steps.first;
         clear(worker.dk);
         clear(worker.dv);
         worker.kv_ring().wait_filled(round);
         for (int step = 0; step < steps.count; step++, n++) {
-            worker.step(n, query, step == 0);
+            worker.step(task.selection, n, query, step == 0);
             query += size::QUERIES;
             if (query >= steps.first + steps.tiles * size::QUERIES) query = steps.first; // the next head
         }
@@ -507,7 +527,7 @@ template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const 
 }
 #endif
 
-template <int D, int DV>
+template <int D, int DV, bool SELECTS>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_kv(const flash_task<bf16> task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -528,7 +548,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
     } else {
         mt_registers_grow<size::WORKER_REGISTERS>();
-        backward_kv_work<D, DV>(task, memory);
+        backward_kv_work<D, DV, SELECTS>(task, memory);
     }
 #endif
 }
@@ -548,7 +568,8 @@ static void launch(void (*kernel)(flash_task<bf16>, tensor_maps), flash_task<bf1
     int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
     if (stream && blocks > processors) {
         blocks = processors;
-        task.counter = (int *)mt_cuda_workspace(stream, sizeof *task.counter);
+        task.counter = task.selection.counter; // bits are in the workspace
+        if (!task.counter) task.counter = (int *)mt_cuda_workspace(stream, sizeof *task.counter);
         MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, stream->stream));
     }
     mt_cuda_take_shared(kernel, Size::BYTES);
@@ -557,19 +578,39 @@ static void launch(void (*kernel)(flash_task<bf16>, tensor_maps), flash_task<bf1
     MT_CUDA_LAUNCHED();
 }
 
-template <int D, int DV> static void forward(const mt_attention *a, mt_stream *stream) {
-    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of<bf16>(a), a, false, stream);
+template <int D, int DV, bool SELECTS>
+static void forward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
+    flash_task<bf16> task = flash_task_of<bf16>(a);
+    task.selection = selection;
+    launch<forward_size<D, DV>>(hopper_forward<D, DV, SELECTS>, task, a, false, stream);
 }
 
-template <int D, int DV>
+template <int D, int DV, bool SELECTS>
 static void launch_backward_kv(const flash_task<bf16> &task, const mt_attention *a, mt_stream *stream) {
-    launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV>, task, a, true, stream);
+    launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV, SELECTS>, task, a, true, stream);
 }
 
-template <int D, int DV> static void backward(const mt_attention *a, mt_stream *stream) {
+template <int D, int DV, bool SELECTS>
+static void backward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
+    flash_task<bf16> task = flash_task_of<bf16>(a);
+    task.selection = selection;
     mt_attention_row_dots(a, MT_BF16, stream);
-    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of<bf16>(a), a, false, stream);
-    over_disjoint_keys<bf16>(a, stream, launch_backward_kv<D, DV>);
+    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV, SELECTS>, task, a, false, stream);
+    over_disjoint_keys<bf16>(a, stream, launch_backward_kv<D, DV, SELECTS>, selection);
+}
+
+template <bool SELECTS>
+static void forward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
+    if (a->head_size == 64) return forward<64, 64, SELECTS>(a, selection, stream);
+    if (a->head_size == 128) return forward<128, 128, SELECTS>(a, selection, stream);
+    forward<192, 128, SELECTS>(a, selection, stream);
+}
+
+template <bool SELECTS>
+static void backward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
+    if (a->head_size == 64) return backward<64, 64, SELECTS>(a, selection, stream);
+    if (a->head_size == 128) return backward<128, 128, SELECTS>(a, selection, stream);
+    backward<192, 128, SELECTS>(a, selection, stream);
 }
 
 /* Serves the usual head sizes and those of DeepSeek's latent attention, without dropout. Code for sm_90a runs on Hopper
@@ -582,17 +623,26 @@ static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
 }
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size;
     if (!hopper_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS)) return false;
-    D == 64 ? forward<64, 64>(a, stream) : D == 128 ? forward<128, 128>(a, stream) : forward<192, 128>(a, stream);
+    forward_of_size<false>(a, {}, stream);
     return true;
 }
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
-    int64_t D = a->head_size;
     if (!hopper_serves(a, dtype)) return false;
-    if (mt_attention_hopper_one_kernel(a, stream, true)) return true;
-    D == 64 ? backward<64, 64>(a, stream) : D == 128 ? backward<128, 128>(a, stream) : backward<192, 128>(a, stream);
+    if (!mt_attention_hopper_one_kernel(a, stream, true)) backward_of_size<false>(a, {}, stream);
+    return true;
+}
+
+bool mt_selected_hopper_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    if (!hopper_serves(a, dtype) || !pages_serve(a, forward_size<64, 64>::KEYS)) return false;
+    forward_of_size<true>(a, *s, stream);
+    return true;
+}
+
+bool mt_selected_hopper_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    if (!hopper_serves(a, dtype)) return false;
+    backward_of_size<true>(a, *s, stream);
     return true;
 }
 
@@ -609,6 +659,16 @@ extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtyp
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)a, (void)dtype, (void)stream;
+    return false;
+}
+
+bool mt_selected_hopper_forward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)s, (void)dtype, (void)stream;
+    return false;
+}
+
+bool mt_selected_hopper_backward(const mt_attention *a, const mt_selection *s, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)s, (void)dtype, (void)stream;
     return false;
 }
 

@@ -17,7 +17,8 @@
  * Dropout is a variant of each kernel (DROPS), which draws the masks of a tile before its products
  * (attention_dropout.cuh). It changes the weights that meet values, not their sum. Another variant (SELECTS) is sparse
  * attention: it reads the bits of the keys that each query attends to, and a warp passes over a tile without such
- * keys. */
+ * keys. A third one (BIASED) adds biases by distance to the scaled scores, from a table of the block's head, and the
+ * kernel that owns queries also sums their gradients. */
 #include "attention.cuh"
 #include "attention_dropout.cuh"
 #include "mma.cuh"
@@ -177,6 +178,114 @@ __device__ __forceinline__ bool select_by_row(row_masks<QUERIES, KEYS> &to, cons
     return __any_sync(0xffffffff, kept.words[0] != 0 || kept.words[KEYS / 32 - 1] != 0);
 }
 
+/* Bytes of shared memory of a kernel that owns queries, with masks or without; biases follow. */
+template <class SIZE, bool MASKS> static constexpr __host__ __device__ int bytes_by_row() {
+    return SIZE::BYTES + (MASKS ? (int)sizeof(row_masks<SIZE::QUERIES, SIZE::KEYS>) : 0);
+}
+
+/* ---- biases by distance ------------------------------------------------------------------------------------------ */
+
+/* Beyond this distance all are in one bucket on either side; other tables are left to the definition. */
+enum { RADIUS = 128, DISTANCES = 2 * RADIUS + 1 };
+
+/* A head's biases, and the buckets, of distances -RADIUS to RADIUS. */
+struct bias_table {
+    float bias[DISTANCES];
+    unsigned char bucket[DISTANCES];
+};
+
+template <class E> __device__ __forceinline__ void fill_biases(bias_table &to, const flash_task<E> &task, int head) {
+    for (int i = threadIdx.x; i < DISTANCES; i += THREADS) {
+        int bucket = bucket_of(task.buckets, i - RADIUS);
+        to.bucket[i] = (unsigned char)bucket;
+        to.bias[i] = mt_to_float(((const E *)task.shape.bias.w)[bucket * task.shape.num_heads + head]);
+    }
+}
+
+/* score = scale score + bias. `distance` is that of the first key of the warp's part from its first query. Along a
+ * diagonal of blocks of 8 x 8 scores a lane's elements have the same two distances. Rows are queries, or keys if
+ * TRANSPOSED. */
+template <bool TRANSPOSED, int TILES, int N>
+__device__ __forceinline__ void add_biases(float (&score)[TILES][N][4], const bias_table &table, int distance,
+                                           float scale) {
+#pragma unroll
+    for (int diagonal = 1 - 2 * TILES; diagonal < N; diagonal++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int further = 8 * diagonal + col_of(0, e) - row_of(0, 0);
+            int from_query = distance + (TRANSPOSED ? -further : further);
+            float bias = table.bias[min(max(from_query, -RADIUS), +RADIUS) + RADIUS];
+#pragma unroll
+            for (int row = 0; row < 2 * TILES; row++) {
+                const int n = diagonal + row;
+                if (n >= 0 && n < N) {
+                    float &at = score[row / 2][n][row % 2 * 2 + e];
+                    at = at * scale + bias;
+                }
+            }
+        }
+}
+
+/* Sums of the gradients of scores by distance, in shared memory of each warp: those of a tile by row within blocks of 8
+ * and by position, 8 diagonal + column; and those of all tiles so far. */
+template <int KEYS, int TILES> struct distance_sums {
+    static constexpr int POSITIONS = KEYS + 16 * TILES - 8;
+    float rows[WARPS][8][POSITIONS], so_far[WARPS][DISTANCES];
+};
+
+template <int KEYS, int TILES> __device__ __forceinline__ void sums_begin(distance_sums<KEYS, TILES> &sums) {
+    for (int i = threadIdx.x; i < WARPS * DISTANCES; i += THREADS) sums.so_far[i / DISTANCES][i % DISTANCES] = 0;
+}
+
+/* Adds the warp's gradients of a tile, in a fixed order; `distance` as in add_biases. */
+template <int KEYS, int TILES>
+__device__ __forceinline__ void sums_add(distance_sums<KEYS, TILES> &sums, const float (&ds)[TILES][KEYS / 8][4],
+                                         int distance) {
+    constexpr int N = KEYS / 8, POSITIONS = distance_sums<KEYS, TILES>::POSITIONS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float *so_far = sums.so_far[warp], ends[2] = {0, 0}; // of distances up to -RADIUS, and from RADIUS on
+    __syncwarp();                                        // the rows and sums of the tile before are complete
+#pragma unroll
+    for (int diagonal = 1 - 2 * TILES; diagonal < N; diagonal++) {
+        float2 sum = {0, 0};
+#pragma unroll
+        for (int row = 0; row < 2 * TILES; row++) {
+            const int n = diagonal + row;
+            if (n >= 0 && n < N) sum.x += ds[row / 2][n][row % 2 * 2], sum.y += ds[row / 2][n][row % 2 * 2 + 1];
+        }
+        *(float2 *)&sums.rows[warp][lane / 4][8 * (diagonal + 2 * TILES - 1) + lane % 4 * 2] = sum;
+    }
+    __syncwarp();
+    for (int i = lane; i < POSITIONS + 7; i += 32) { // a distance each: positions i - 7 + row
+        float sum = 0;
+#pragma unroll
+        for (int row = 0; row < 8; row++) {
+            int position = i - 7 + row;
+            if (position >= 0 && position < POSITIONS) sum += sums.rows[warp][row][position];
+        }
+        int from_query = distance - 8 * (2 * TILES - 1) + i - 7;
+        if (abs(from_query) < RADIUS)
+            so_far[from_query + RADIUS] += sum;
+        else
+            ends[from_query > 0] += sum;
+    }
+    float before = mt_warp_sum(ends[0]), behind = mt_warp_sum(ends[1]);
+    if (lane == 0) so_far[0] += before, so_far[2 * RADIUS] += behind;
+}
+
+/* Writes the block's sums by bucket; all threads of the block. */
+template <int KEYS, int TILES>
+__device__ __forceinline__ void sums_store(float *to, distance_sums<KEYS, TILES> &sums, const bias_table &table) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < DISTANCES; i += THREADS)
+        for (int warp = 1; warp < WARPS; warp++) sums.so_far[0][i] += sums.so_far[warp][i];
+    __syncthreads();
+    if (threadIdx.x >= BUCKETS) return;
+    float sum = 0;
+    for (int i = 0; i < DISTANCES; i++) sum += table.bucket[i] == threadIdx.x ? sums.so_far[0][i] : 0;
+    to[threadIdx.x] = sum;
+}
+
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 /* Registers per lane for 16 TILES rows of c: DV / 2 fp32 for each 16 rows of outputs, KEYS / 2 for scores. With two row
@@ -188,7 +297,7 @@ template <int D, int DV> struct forward_size {
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-template <class E, int D, int DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS, bool BIASED>
 __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
     mma_forward(const flash_task<E> task, const mt_masks masks) {
     using size = forward_size<D, DV>;
@@ -196,6 +305,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
     extern __shared__ __align__(1024) char memory[];
     const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + QUERIES * D * 2;
     auto &drawn = *(row_masks<QUERIES, KEYS> *)(memory + size::BYTES);
+    auto &biases = *(bias_table *)(memory + bytes_by_row<size, (DROPS || SELECTS)>());
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
     const int warp_row = threadIdx.x / 32 * 16 * TILES;
@@ -211,10 +321,13 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
             load_indices(drawn.k_index[key / KEYS % 2], shape.k_index + t.span.k_start + key, seen.k_len - key);
     };
 
+    const int shift = (int)(t.span.k_len - t.span.q_len);
+    const float scale = BIASED ? 1 : shape.scale; // of scores, which with biases are scaled
     float out[TILES][DV / 8][4];
     softmax<TILES> state;
     clear(out);
     softmax_begin(state);
+    if constexpr (BIASED) fill_biases(biases, task, t.head);
     load_tile<QUERIES, D>(q_tile, task.q + query * shape.q_stride + t.head * channels, shape.q_stride, rows, channels);
     if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
     int key = keys.first / KEYS * KEYS;
@@ -232,11 +345,12 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
+        if constexpr (BIASED) add_biases<false>(score, biases, key - (t.first + warp_row + shift), shape.scale);
         if constexpr (SELECTS)
             drop_by_row(score, drawn.kept + warp_row, -INFINITY);
         else if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
-        softmax_step(state, score, shrink, shape.scale * LOG2_E);
+        softmax_step(state, score, shrink, scale * LOG2_E);
         scale_rows(out, shrink);
         if constexpr (DROPS) drop_by_row(score, drawn.kept + warp_row);
         pack_weights<E>(weights, score);
@@ -246,7 +360,7 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2)
     __syncthreads();
     if constexpr (DROPS) scale_all(out, masks.kept);
     softmax_finish(state, out, task.lse + (query + warp_row) * shape.num_heads + t.head, shape.num_heads,
-                   rows - warp_row, shape.scale);
+                   rows - warp_row, scale);
     store_rows<TILES, DV>(task.out + query * shape.out_stride + t.head * values, shape.out_stride, rows, values, out,
                           q_tile, false);
 }
@@ -287,7 +401,7 @@ template <int D, int DV> struct backward_q_size {
     static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
 };
 
-template <class E, int D, int DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS, bool BIASED>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     mma_backward_q(const flash_task<E> task, const mt_masks masks) {
     using size = backward_q_size<D, DV>;
@@ -296,6 +410,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     const uint32_t q_tile = mt_shared_address(memory), dout_tile = q_tile + QUERIES * D * 2;
     const uint32_t stages = q_tile + size::OWN;
     auto &drawn = *(row_masks<QUERIES, KEYS> *)(memory + size::BYTES);
+    auto &sums = *(distance_sums<KEYS, TILES> *)(memory + bytes_by_row<size, (DROPS || SELECTS)>());
+    auto &biases = *(bias_table *)(&sums + 1);
     const mt_attention &shape = task.shape;
     const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
     const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
@@ -310,9 +426,11 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
             load_indices(drawn.k_index[key / KEYS % 2], shape.k_index + t.span.k_start + key, seen.k_len - key);
     };
 
+    const int shift = (int)(t.span.k_len - t.span.q_len);
     float dq[TILES][D / 8][4];
     row_stats<TILES> stats;
     clear(dq);
+    if constexpr (BIASED) fill_biases(biases, task, t.head), sums_begin(sums);
     load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
     load_queries<QUERIES, D, DV>(q_tile, task, query, t.head, rows);
     if constexpr (DROPS) load_indices(drawn.q_index, shape.q_index + query, rows);
@@ -332,14 +450,17 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         clear(score);
         clear(dp);
         multiply_rows<E, TILES, KEYS, D>(score, q_tile, k_tile);
+        const int distance = key - (t.first + warp_row + shift);
+        if constexpr (BIASED) add_biases<false>(score, biases, distance, shape.scale);
         multiply_rows<E, TILES, KEYS, DV>(dp, dout_tile, v_tile);
         if constexpr (SELECTS)
             drop_by_row(score, drawn.kept + warp_row, -INFINITY);
         else if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
-        weights_by_row(score, stats, shape.scale * LOG2_E);
+        weights_by_row(score, stats, (BIASED ? 1 : shape.scale) * LOG2_E);
         if constexpr (DROPS) drop_by_row(dp, drawn.kept + warp_row);
         gradients_by_row(score, dp, stats, DROPS ? masks.kept : 1);
+        if constexpr (BIASED) sums_add(sums, score, distance);
         pack_weights<E>(weights, score);
         multiply_weights<E, TILES, KEYS, D>(dq, weights, k_tile);
     }
@@ -348,6 +469,11 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     scale_all(dq, shape.scale);
     store_rows<TILES, D>(task.dq + query * shape.q_stride + t.head * (int)shape.head_size, shape.q_stride, rows,
                          (int)shape.head_size, dq, q_tile, false);
+    if constexpr (BIASED)
+        if (task.dbias) {
+            const int64_t part = blockIdx.x % (task.num_tiles * task.heads_together) / task.heads_together;
+            sums_store(task.dbias + (part * shape.num_heads + t.head) * BUCKETS, sums, biases);
+        }
 }
 
 /* dk and dv: a block owns keys and loops over the queries that attend to them, of all heads of the group. It computes
@@ -375,6 +501,11 @@ template <int TILES, int QUERIES> struct column_masks {
     int64_t k_index[16 * TILES * WARPS], q_index[2][QUERIES];
     kept_keys<16 * TILES> kept[WARPS][QUERIES];
 };
+
+/* Bytes of shared memory of such a kernel, with masks or without; biases follow. */
+template <class SIZE, bool MASKS> static constexpr __host__ __device__ int bytes_by_column() {
+    return SIZE::BYTES + (MASKS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
+}
 
 /* As select_by_row, for `rows` queries from row `query` and the warp's keys, which begin at `key` in the span. */
 template <int TILES, int QUERIES>
@@ -424,12 +555,14 @@ __device__ __forceinline__ void pack_kept(uint32_t (&p)[TILES][N][4], const floa
 /* Adds the part of one tile of queries to dk and dv. The queries are at `q_tile`, followed by their dout; lse and
  * row_dot are at `stats`; the keys are at `k_tile`, followed by their values. `query` and `key` are the positions in
  * the span of the tile and of the warp's keys. With dropout `kept` are the bits of the queries, and a weight that is
- * kept has the factor `factor`; dv receives it at the end. In sparse attention `kept` are the selected keys. */
-template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS, int TILES, int MK, int MV>
+ * kept has the factor `factor`; dv receives it at the end. In sparse attention `kept` are the selected keys. `distance`
+ * is that of the warp's first key from the tile's first query. */
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS, bool BIASED, int TILES, int MK,
+          int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
-                                                 int key, float scale, const kept_keys<16 * TILES> *kept,
-                                                 float factor) {
+                                                 int key, float scale, const kept_keys<16 * TILES> *kept, float factor,
+                                                 const bias_table &biases, int distance) {
     using size = backward_kv_size<D, DV>;
     constexpr int QUERIES = size::QUERIES;
     const uint32_t v_tile = k_tile + size::KEYS * D * 2, dout_tile = q_tile + QUERIES * D * 2;
@@ -437,11 +570,13 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     uint32_t weights[TILES][QUERIES / 16][4];
     clear(score);
     multiply_rows<E, TILES, QUERIES, D>(score, k_tile, q_tile);
+    if constexpr (BIASED) add_biases<true>(score, biases, distance, scale);
+    const bool past_end = BIASED && query + QUERIES > seen.q_len; // zeros have biases too
     if constexpr (SELECTS)
         drop_by_column(score, kept, -INFINITY);
-    else if (!all_see(seen, query, QUERIES, key, 16 * TILES))
+    else if (past_end || !all_see(seen, query, QUERIES, key, 16 * TILES))
         hide<true>(score, seen, query, key);
-    weights_by_column(score, stats, scale * LOG2_E);
+    weights_by_column(score, stats, (BIASED ? 1 : scale) * LOG2_E);
     if constexpr (MAKE_DV) {
         if constexpr (DROPS)
             pack_kept<E>(weights, score, kept);
@@ -460,7 +595,7 @@ __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], floa
     }
 }
 
-template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool MAKE_DK, bool MAKE_DV, bool DROPS, bool SELECTS, bool BIASED>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     mma_backward_kv(const flash_task<E> task, const mt_masks masks) {
     using size = backward_kv_size<D, DV>;
@@ -468,6 +603,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     extern __shared__ __align__(1024) char memory[];
     const uint32_t k_tile = mt_shared_address(memory), stages = k_tile + size::OWN;
     auto &drawn = *(column_masks<TILES, QUERIES> *)(memory + size::BYTES);
+    auto &biases = *(bias_table *)(memory + bytes_by_column<size, (DROPS || SELECTS)>());
     const mt_attention &shape = task.shape;
     const int channels = (int)shape.head_size, values = (int)shape.value_size;
     const int heads = (int)(shape.num_heads / shape.num_groups);
@@ -487,6 +623,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
     };
 
     float dk[TILES][MAKE_DK ? D / 8 : 1][4], dv[TILES][MAKE_DV ? DV / 8 : 1][4];
+    int head = -1; // of the table of biases
     clear(dk);
     clear(dv);
     load_keys<KEYS, D, DV>(k_tile, task, key, t.head, rows);
@@ -497,18 +634,23 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2)
         __syncthreads();
         if (step + 1 < steps) load_stage(step + 1);
         const float *stats = (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES;
+        const int query = first_query + step % tiles * QUERIES, warp_key = t.first + threadIdx.x / 32 * 16 * TILES;
+        if constexpr (BIASED)
+            if (t.head * heads + step / tiles != head) {
+                head = t.head * heads + step / tiles;
+                fill_biases(biases, task, head); // no thread reads the table of the head before
+                __syncthreads();
+            }
         if constexpr (DROPS)
-            draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen,
-                           first_query + step % tiles * QUERIES, t.first, step % 2);
-        if constexpr (SELECTS) {
-            const int first = first_query + step % tiles * QUERIES;
-            if (!select_by_column<TILES, QUERIES>(drawn, task.selection, t.span.q_start + first, seen.q_len - first,
-                                                  t.first + threadIdx.x / 32 * 16 * TILES))
+            draw_by_column(drawn, masks, shape.first_head + t.head * heads + step / tiles, seen, query, t.first,
+                           step % 2);
+        if constexpr (SELECTS)
+            if (!select_by_column<TILES, QUERIES>(drawn, task.selection, t.span.q_start + query, seen.q_len - query,
+                                                  warp_key))
                 continue;
-        }
-        backward_kv_step<E, D, DV, MAKE_DK, MAKE_DV, DROPS, SELECTS>(
-            dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, first_query + step % tiles * QUERIES,
-            t.first + threadIdx.x / 32 * 16 * TILES, shape.scale, drawn.kept[threadIdx.x / 32], masks.kept);
+        backward_kv_step<E, D, DV, MAKE_DK, MAKE_DV, DROPS, SELECTS, BIASED>(
+            dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen, query, warp_key, shape.scale,
+            drawn.kept[threadIdx.x / 32], masks.kept, biases, warp_key - (query + (int)(t.span.k_len - t.span.q_len)));
     }
     mt_copies_wait();
     __syncthreads();
@@ -539,34 +681,28 @@ static void launch(void (*kernel)(flash_task<E>, mt_masks), flash_task<E> task, 
     MT_CUDA_LAUNCHED();
 }
 
-/* Bytes of shared memory of a kernel, with masks or without. */
-template <class SIZE, bool MASKS> static constexpr int bytes_by_row() {
-    return SIZE::BYTES + (MASKS ? (int)sizeof(row_masks<SIZE::QUERIES, SIZE::KEYS>) : 0);
-}
-template <class SIZE, bool MASKS> static constexpr int bytes_by_column() {
-    return SIZE::BYTES + (MASKS ? (int)sizeof(column_masks<SIZE::TILES, SIZE::QUERIES>) : 0);
-}
-
-template <class E, int D, int DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS, bool BIASED>
 static bool forward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     using size = forward_size<D, DV>;
-    const int bytes = bytes_by_row < size, DROPS || SELECTS > ();
+    const int bytes = bytes_by_row<size, (DROPS || SELECTS)>() + (BIASED ? (int)sizeof(bias_table) : 0);
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
     flash_task<E> task = flash_task_of<E>(a);
     task.selection = selection;
-    launch(mma_forward<E, D, DV, DROPS, SELECTS>, task, a, false, size::QUERIES, bytes, stream);
+    launch(mma_forward<E, D, DV, DROPS, SELECTS, BIASED>, task, a, false, size::QUERIES, bytes, stream);
     return true;
 }
 
-template <class E, int D, int DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS, bool BIASED>
 static void launch_backward_kv(const flash_task<E> &task, const mt_attention *a, mt_stream *stream) {
     using size = backward_kv_size<D, DV>;
-    const int bytes = bytes_by_column < size, DROPS || SELECTS > ();
+    const int bytes = bytes_by_column<size, (DROPS || SELECTS)>() + (BIASED ? (int)sizeof(bias_table) : 0);
     if constexpr (DV <= 128) {
-        launch(mma_backward_kv<E, D, DV, true, true, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, true, DROPS, SELECTS, BIASED>, task, a, true, size::KEYS, bytes, stream);
     } else {
-        launch(mma_backward_kv<E, D, DV, true, false, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
-        launch(mma_backward_kv<E, D, DV, false, true, DROPS, SELECTS>, task, a, true, size::KEYS, bytes, stream);
+        launch(mma_backward_kv<E, D, DV, true, false, DROPS, SELECTS, BIASED>, task, a, true, size::KEYS, bytes,
+               stream);
+        launch(mma_backward_kv<E, D, DV, false, true, DROPS, SELECTS, BIASED>, task, a, true, size::KEYS, bytes,
+               stream);
     }
 }
 
@@ -587,17 +723,27 @@ void mt_attention_row_dots(const mt_attention *a, mt_dtype dtype, mt_stream *str
     return dtype == MT_F16 ? row_dots<__half>(a, stream) : row_dots<bf16>(a, stream);
 }
 
-template <class E, int D, int DV, bool DROPS, bool SELECTS>
+template <class E, int D, int DV, bool DROPS, bool SELECTS, bool BIASED>
 static bool backward(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     using size = backward_q_size<D, DV>;
     constexpr bool MASKS = DROPS || SELECTS;
-    const int bytes = bytes_by_row<size, MASKS>(), kv_bytes = bytes_by_column<backward_kv_size<D, DV>, MASKS>();
+    const int of_table = BIASED ? (int)sizeof(bias_table) : 0;
+    const int of_sums = BIASED ? (int)sizeof(distance_sums<size::KEYS, size::TILES>) : 0;
+    const int bytes = bytes_by_row<size, MASKS>() + of_sums + of_table;
+    const int kv_bytes = bytes_by_column<backward_kv_size<D, DV>, MASKS>() + of_table;
     if ((bytes > kv_bytes ? bytes : kv_bytes) > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
     flash_task<E> task = flash_task_of<E>(a);
     task.selection = selection;
+    const int64_t parts = tile_count(&a->spans, false, size::QUERIES);
+    if (BIASED && a->bias.dw) {
+        int64_t part_bytes = parts * a->num_heads * BUCKETS * (int64_t)sizeof(float);
+        if (part_bytes > stream->workspace_bytes) return false;
+        task.dbias = (float *)mt_cuda_workspace(stream, part_bytes);
+    }
     row_dots<E>(a, stream);
-    launch(mma_backward_q<E, D, DV, DROPS, SELECTS>, task, a, false, size::QUERIES, bytes, stream);
-    over_disjoint_keys<E>(a, stream, launch_backward_kv<E, D, DV, DROPS, SELECTS>, selection);
+    launch(mma_backward_q<E, D, DV, DROPS, SELECTS, BIASED>, task, a, false, size::QUERIES, bytes, stream);
+    if (task.dbias) mt_attention_add_dbias(a, task.dbias, parts, stream);
+    over_disjoint_keys<E>(a, stream, launch_backward_kv<E, D, DV, DROPS, SELECTS, BIASED>, selection);
     return true;
 }
 
@@ -605,33 +751,58 @@ static bool backward(const mt_attention *a, const mt_selection &selection, mt_st
 template <class E, bool DROPS, bool SELECTS>
 static bool forward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS, SELECTS>(a, selection, stream);
-    if (D <= 128 && DV <= 128) return forward<E, 128, 128, DROPS, SELECTS>(a, selection, stream);
-    if (D <= 192 && DV <= 128) return forward<E, 192, 128, DROPS, SELECTS>(a, selection, stream);
-    return forward<E, 256, 256, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS, SELECTS, false>(a, selection, stream);
+    if (D <= 128 && DV <= 128) return forward<E, 128, 128, DROPS, SELECTS, false>(a, selection, stream);
+    if (D <= 192 && DV <= 128) return forward<E, 192, 128, DROPS, SELECTS, false>(a, selection, stream);
+    return forward<E, 256, 256, DROPS, SELECTS, false>(a, selection, stream);
 }
 
 template <class E, bool DROPS, bool SELECTS>
 static bool backward_of_size(const mt_attention *a, const mt_selection &selection, mt_stream *stream) {
     int64_t D = a->head_size, DV = a->value_size;
-    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS, SELECTS>(a, selection, stream);
-    if (D <= 128 && DV <= 128) return backward<E, 128, 128, DROPS, SELECTS>(a, selection, stream);
-    if (D <= 192 && DV <= 128) return backward<E, 192, 128, DROPS, SELECTS>(a, selection, stream);
-    return backward<E, 256, 256, DROPS, SELECTS>(a, selection, stream);
+    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS, SELECTS, false>(a, selection, stream);
+    if (D <= 128 && DV <= 128) return backward<E, 128, 128, DROPS, SELECTS, false>(a, selection, stream);
+    if (D <= 192 && DV <= 128) return backward<E, 192, 128, DROPS, SELECTS, false>(a, selection, stream);
+    return backward<E, 256, 256, DROPS, SELECTS, false>(a, selection, stream);
+}
+
+/* With biases by distance; heads of T5 have 64 or 128 channels. */
+template <class E, bool DROPS> static bool biased_forward_of_size(const mt_attention *a, mt_stream *stream) {
+    int64_t D = a->head_size, DV = a->value_size;
+    if (D <= 64 && DV <= 64) return forward<E, 64, 64, DROPS, false, true>(a, {}, stream);
+    return D <= 128 && DV <= 128 && forward<E, 128, 128, DROPS, false, true>(a, {}, stream);
+}
+
+template <class E, bool DROPS> static bool biased_backward_of_size(const mt_attention *a, mt_stream *stream) {
+    int64_t D = a->head_size, DV = a->value_size;
+    if (D <= 64 && DV <= 64) return backward<E, 64, 64, DROPS, false, true>(a, {}, stream);
+    return D <= 128 && DV <= 128 && backward<E, 128, 128, DROPS, false, true>(a, {}, stream);
 }
 
 template <class E> static bool forward_of_type(const mt_attention *a, mt_stream *stream) {
-    return a->dropout.p > 0 ? forward_of_size<E, true, false>(a, {}, stream)
-                            : forward_of_size<E, false, false>(a, {}, stream);
+    bool drops = a->dropout.p > 0;
+    if (a->bias.w)
+        return drops ? biased_forward_of_size<E, true>(a, stream) : biased_forward_of_size<E, false>(a, stream);
+    return drops ? forward_of_size<E, true, false>(a, {}, stream) : forward_of_size<E, false, false>(a, {}, stream);
 }
 
 template <class E> static bool backward_of_type(const mt_attention *a, mt_stream *stream) {
-    return a->dropout.p > 0 ? backward_of_size<E, true, false>(a, {}, stream)
-                            : backward_of_size<E, false, false>(a, {}, stream);
+    bool drops = a->dropout.p > 0;
+    if (a->bias.w)
+        return drops ? biased_backward_of_size<E, true>(a, stream) : biased_backward_of_size<E, false>(a, stream);
+    return drops ? backward_of_size<E, true, false>(a, {}, stream) : backward_of_size<E, false, false>(a, {}, stream);
+}
+
+/* True if the table of a block has all distances with a bias of their own. */
+static bool biases_serve(const mt_attention *a) {
+    if (!a->bias.w) return true;
+    if (a->bias.buckets > BUCKETS) return false;
+    return mt_relative_bucket(&a->bias, -RADIUS) == mt_relative_bucket(&a->bias, -INT_MAX) &&
+           mt_relative_bucket(&a->bias, RADIUS) == mt_relative_bucket(&a->bias, INT_MAX);
 }
 
 static bool mma_serves(const mt_attention *a, mt_dtype dtype) {
-    return flash_serves(a, dtype) && a->head_size <= 256 && a->value_size <= 256;
+    return flash_serves(a, dtype, true) && a->head_size <= 256 && a->value_size <= 256 && biases_serve(a);
 }
 
 /* Keys in pages, which decoding has, are without dropout. */

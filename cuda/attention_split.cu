@@ -584,11 +584,12 @@ template <class E> static void launch(const split_task &task, dim3 grid, cudaStr
     launch_join<E>(task, grid, stream);
 }
 
-/* Requires rows that allow 16-byte loads, and no dropout. */
+/* Requires rows that allow 16-byte loads, no dropout and no biases. */
 static bool operands_serve(const mt_attention *a, mt_dtype dtype) {
     for (int64_t size : {a->head_size, a->value_size})
         if (size <= 0 || size > MAX_CHANNELS || size % 8 != 0) return false;
-    return a->dropout.p <= 0 && mt_wide(dtype, {a->q, a->k, a->v}, {a->q_stride, a->k_stride, a->v_stride});
+    return a->dropout.p <= 0 && !a->bias.w &&
+           mt_wide(dtype, {a->q, a->k, a->v}, {a->q_stride, a->k_stride, a->v_stride});
 }
 
 extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {

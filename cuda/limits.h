@@ -5,7 +5,7 @@
 
 #include "../megatron.h"
 
-/* attention.cu keeps a head in the registers of a warp;
+/* attention.cu keeps a head in the registers of a warp, and the gradients of biases by distance;
  * moe.cu has a lane per choice, and a router's values in 48 KiB of shared memory, fourfold for the auxiliary loss;
  * sinkhorn.cu keeps a factor per expert and a partial sum per thread in 40 KiB;
  * cuBLASLt multiplies fp8 matrices whose rows are multiples of 16 bytes;
@@ -19,6 +19,7 @@ enum {
     MT_CUDNN_LATENT_CHANNELS = 192,
     MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
+    MT_CUDA_BIAS_BUCKETS = 64,
     MT_CUDA_ROUTER_TOPK = 32,
     MT_CUDA_EXPERTS = 48 * 1024 / 4,
     MT_CUDA_AUX_LOSS_EXPERTS = 48 * 1024 / 16,
@@ -49,6 +50,7 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     int64_t sorted = shared / 12 / 32 * 32 - 32; // counting_sort.cuh has three numbers of each expert for one warp
     limits->one_attention = false;
     limits->head_channels = MT_CUDA_HEAD_CHANNELS;
+    limits->bias_buckets = MT_CUDA_BIAS_BUCKETS;
     limits->router_topk = MT_CUDA_ROUTER_TOPK;
     limits->experts = sorted < MT_CUDA_EXPERTS ? sorted : MT_CUDA_EXPERTS;
     limits->aux_loss_experts = MT_CUDA_AUX_LOSS_EXPERTS;
@@ -63,7 +65,6 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->delta_channels = half ? MT_CUDA_DELTA_CHANNELS / 2 : MT_CUDA_DELTA_CHANNELS, limits->no_delta = least;
     limits->ssd_rows = least ? MT_CUDA_SSD_ROWS / 2 : MT_CUDA_SSD_ROWS;
     limits->ssd_columns = half ? MT_CUDA_SSD_COLUMNS / 2 : MT_CUDA_SSD_COLUMNS;
-    limits->no_plain = true;
 }
 
 /* Bytes of the arrays of delta_rule.cu for some chunks of 64 tokens and value heads. */
@@ -114,10 +115,10 @@ static inline int64_t mt_cuda_ssd_workspace(int64_t T, const mt_ssd_args *a, boo
                                        mt_cuda_ssd_bytes(chunks, 1, a, train), 768);
 }
 
-/* The arrays of sparse_attention.cu share one memory, one operation after another: scores of some query rows, with two
+/* The arrays of sparse_attention.cu share one memory, one operation after another: scores of some query rows, with four
  * numbers a key for each block that selects keys as torch does; a bit for each pair of a query and a key; the logits of
  * a block of the indexer's loss. */
-enum { MT_CUDA_INDEXER_ROWS = 1024, MT_CUDA_INDEXER_BLOCKS = 256, MT_CUDA_LOSS_ROWS = 64 };
+enum { MT_CUDA_INDEXER_ROWS = 1024, MT_CUDA_INDEXER_BLOCKS = 128, MT_CUDA_LOSS_ROWS = 64 };
 
 /* Floats of a row of scores, and words of a row of bits. */
 static inline int64_t mt_cuda_score_columns(int64_t longest) {
@@ -130,7 +131,7 @@ static inline int64_t mt_cuda_selection_words(int64_t longest) {
 static inline int64_t mt_cuda_sparse_workspace(int64_t T, int64_t longest, int64_t topk) {
     int64_t rows = T < MT_CUDA_INDEXER_ROWS ? T : MT_CUDA_INDEXER_ROWS;
     int64_t blocks = rows < MT_CUDA_INDEXER_BLOCKS ? rows : MT_CUDA_INDEXER_BLOCKS;
-    int64_t scores = (rows + 2 * blocks) * mt_cuda_score_columns(longest) * 4;
+    int64_t scores = (rows + 4 * blocks) * mt_cuda_score_columns(longest) * 4;
     int64_t bits = T * mt_cuda_selection_words(longest) * 8;
     int64_t width = mt_cuda_score_columns(longest > topk ? longest : topk);
     int64_t loss = MT_CUDA_LOSS_ROWS * width * 4 + MT_CUDA_LOSS_ROWS * 16;

@@ -398,6 +398,7 @@ template <class T> struct gated_norm_task {
     const T *x, *z, *w, *dy;
     T *y, *dx, *dz;
     float *rstd, *partial; // partial: [blocks, D], or [blocks, H, D], of the backward; NULL: frozen
+    const float *means;    // see mt_gated_norm_args
 
     __device__ float gate(float value) const {
         return sigmoid ? ::sigmoid(value) : silu::value(value);
@@ -510,21 +511,39 @@ __global__ void __launch_bounds__(NORM_THREADS) gated_norm_backward(gated_norm_t
     }
 }
 
+/* The mean of u^2 over a group of heads, or with dy of dy w u, where u = x silu(z). All threads of a block call it; for
+ * `buffer` see mt_row_sum. */
+template <class T, int N>
+__device__ static inline float mean_of_group(const gated_norm_task<T> &task, const T *dy, int64_t row, int buffer) {
+    int64_t head = row % task.H * task.D;
+    const T *z = task.z + row / task.H * task.z_stride + head;
+    float sum[1] = {0};
+    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
+        mt_pack<T, N> xs = mt_load<N>(task.x + row * task.D + c), zs = mt_load<N>(z + c), dys, ws;
+        if (dy) dys = mt_load<N>(dy + row * task.D + c), ws = mt_load<N>(task.w + head + c);
+        for (int i = 0; i < N; i++) {
+            float u = mt_element(xs, i) * silu::value(mt_element(zs, i));
+            sum[0] += dy ? mt_element(dys, i) * mt_element(ws, i) * u : u * u;
+        }
+    }
+    mt_row_sum(sum, buffer);
+    return sum[0] / (float)task.D;
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(NORM_THREADS) group_norm_means(gated_norm_task<T> task, float *means) {
+    mt_wait_for_previous();
+    float mean = mean_of_group<T, N>(task, task.dy, blockIdx.x, 0);
+    if (threadIdx.x == 0) means[blockIdx.x] = mean;
+}
+
 /* The norm of a group of heads, behind the gate: a block per row. */
 template <class T, int N> __global__ void __launch_bounds__(NORM_THREADS) group_norm_forward(gated_norm_task<T> task) {
     int64_t row = blockIdx.x, head = row % task.H * task.D;
     mt_wait_for_previous();
     const T *x = task.x + row * task.D, *z = task.z + row / task.H * task.z_stride + head, *w = task.w + head;
-    float sum[1] = {0};
-    for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
-        mt_pack<T, N> values = mt_load<N>(x + c), gates = mt_load<N>(z + c);
-        for (int i = 0; i < N; i++) {
-            float u = mt_element(values, i) * silu::value(mt_element(gates, i));
-            sum[0] += u * u;
-        }
-    }
-    mt_row_sum(sum, 0);
-    float rstd = 1 / sqrtf(sum[0] / (float)task.D + task.eps);
+    float mean = task.means ? task.means[row] : mean_of_group<T, N>(task, nullptr, row, 0);
+    float rstd = 1 / sqrtf(mean + task.eps);
     if (threadIdx.x == 0) task.rstd[row] = rstd;
     for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
         mt_pack<T, N> values = mt_load<N>(x + c), gates = mt_load<N>(z + c);
@@ -548,15 +567,9 @@ __global__ void __launch_bounds__(NORM_THREADS) group_norm_backward(gated_norm_t
     for (int64_t token = begin; token < end; token++) {
         int64_t row = token * task.H + blockIdx.y, z_row = token * task.z_stride + head;
         int64_t dz_row = token * task.dz_stride + head;
-        float rstd = task.rstd[row], dot[1] = {0};
-        for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
-            mt_pack<T, N> x = mt_load<N>(task.x + row * task.D + c), z = mt_load<N>(task.z + z_row + c);
-            mt_pack<T, N> dy = mt_load<N>(task.dy + row * task.D + c), scales = mt_load<N>(w + c);
-            for (int i = 0; i < N; i++)
-                dot[0] += mt_element(dy, i) * mt_element(scales, i) * mt_element(x, i) * silu::value(mt_element(z, i));
-        }
-        mt_row_sum(dot, (int)(token % 2));
-        float projection = dot[0] * rstd * rstd / (float)task.D;
+        float rstd = task.rstd[row];
+        float mean = task.means ? task.means[row] : mean_of_group<T, N>(task, task.dy, row, (int)(token % 2));
+        float projection = mean * rstd * rstd;
         for (int c = (int)threadIdx.x * N; c < task.D; c += (int)blockDim.x * N) {
             mt_pack<T, N> xs = mt_load<N>(task.x + row * task.D + c), zs = mt_load<N>(task.z + z_row + c);
             mt_pack<T, N> dys = mt_load<N>(task.dy + row * task.D + c), scales = mt_load<N>(w + c);
@@ -579,7 +592,7 @@ __global__ void __launch_bounds__(NORM_THREADS) group_norm_backward(gated_norm_t
 template <class T> static gated_norm_task<T> gated_norm_task_of(const mt_gated_norm_args *a) {
     gated_norm_task<T> task = {a->T * a->H, (int)a->H, (int)a->D, a->z_stride, a->dz_stride, a->eps, a->sigmoid};
     task.x = (const T *)a->x, task.z = (const T *)a->z, task.w = (const T *)a->w, task.dy = (const T *)a->dy;
-    task.y = (T *)a->y, task.dx = (T *)a->dx, task.dz = (T *)a->dz, task.rstd = a->rstd;
+    task.y = (T *)a->y, task.dx = (T *)a->dx, task.dz = (T *)a->dz, task.rstd = a->rstd, task.means = a->means;
     return task;
 }
 
@@ -633,8 +646,20 @@ static void run_group_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype,
     });
 }
 
+extern "C" void mt_cuda_gated_norm_means(const mt_gated_norm_args *a, float *means, mt_dtype dtype, mt_stream *stream) {
+    MT_CHECK(a->gate_first && a->weight_per_head);
+    if (a->T == 0) return;
+    bool wide = mt_wide(dtype, {a->x, a->z, a->w, a->dy}, {a->D, a->z_stride});
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_launch_early(group_norm_means<E, N>, dim3((unsigned)(a->T * a->H)), group_norm_block(mt_divide_up(a->D, N)),
+                        0, mt_cuda_stream(stream), gated_norm_task_of<E>(a), means);
+    });
+}
+
 extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid));
+    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid) && (a->gate_first || !a->means));
     if (a->T == 0) return;
     if (a->gate_first) return run_group_norm_forward(a, dtype, stream);
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->y}, {a->D, a->z_stride});
@@ -648,7 +673,7 @@ extern "C" void mt_cuda_gated_norm_forward(const mt_gated_norm_args *a, mt_dtype
 }
 
 extern "C" void mt_cuda_gated_norm_backward(const mt_gated_norm_args *a, mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid));
+    MT_CHECK(a->gate_first == a->weight_per_head && !(a->gate_first && a->sigmoid) && (a->gate_first || !a->means));
     if (a->T == 0) return;
     if (a->gate_first) return run_group_norm_backward(a, dtype, stream);
     bool wide = has_packs(dtype, {a->x, a->z, a->w, a->dy, a->dx, a->dz}, {a->D, a->z_stride, a->dz_stride});

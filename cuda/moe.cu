@@ -18,6 +18,7 @@ struct routing {
     bool pre_softmax;
     int groups, group_topk, group_best;
     float scaling;
+    bool bias_of_logits;
 };
 
 static routing routing_of(const mt_router *router) {
@@ -28,7 +29,8 @@ static routing routing_of(const mt_router *router) {
         best = min(best, router->num_experts / router->num_groups);
     }
     return {(int)router->num_experts, (int)router->topk,       router->score, router->pre_softmax,
-            (int)router->num_groups,  (int)router->group_topk, (int)best,     router->scaling};
+            (int)router->num_groups,  (int)router->group_topk, (int)best,     router->scaling,
+            router->bias_of_logits};
 }
 
 /* One value for each of a token's E experts, distributed over a warp. V > 0: V registers per lane, index v of lane l is
@@ -267,7 +269,9 @@ template <int V>
 __device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
                                     const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
     int lane = threadIdx.x % 32;
-    auto score = [&](float value) { return r.score ? own_score(r.score, value) : softmax(value); };
+    auto score = [&](float value) {
+        return r.bias_of_logits ? value : r.score ? own_score(r.score, value) : softmax(value);
+    };
     each_expert<V>(r.E,
                    [&](int v, int e) { x[v] = __uint_as_float(sortable_key(bias ? score(x[v]) + bias[e] : x[v])); });
     if (r.groups > 0)
@@ -309,7 +313,7 @@ __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, 
     logits += t * r.E;
     read_row<V>(x, logits, r.E);
     softmax_of softmax = {0, 1};
-    if ((r.pre_softmax || bias) && !r.score) softmax = softmax_over<V>(x, r.E);
+    if ((r.pre_softmax || (bias && !r.bias_of_logits)) && !r.score) softmax = softmax_over<V>(x, r.E);
     float prob = NAN;
     int expert = lane;
     bool finite = true; // of this lane's biases
@@ -723,6 +727,118 @@ __global__ void expert_bias_step(float *bias, const float *loads, const float *s
 extern "C" void mt_cuda_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                          mt_stream *stream) {
     expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, scale, E, rate);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- quantile balancing ------------------------------------------------------------------------------------------ */
+
+/* alpha[t] = the (k + 1)-th greatest of a token's logits + bias; NaN for a token that does not count. A warp per token.
+ */
+template <int V>
+__global__ void quantile_thresholds(float *alpha, const float *logits, const float *bias, const int64_t *token_index,
+                                    int64_t T, int E, int k, int shared_per_warp) {
+    extern __shared__ __align__(16) char shared[];
+    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    if (t >= T) return;
+    per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
+    read_row<V>(x, logits + t * E, E);
+    if (mt_is_padding(token_index, t) || !all_finite<V>(x, E)) {
+        if (lane == 0) alpha[t] = NAN;
+        return;
+    }
+    each_expert<V>(E, [&](int v, int e) { x[v] = __uint_as_float(sortable_key(x[v] + bias[e])); });
+    ranked last = before_all();
+    for (int j = 0; j <= k; j++) last = next_after<V>(last, E, [&](int v, int) { return __float_as_uint(x[v]); });
+    if (lane == 0) alpha[t] = float_of_key(last.key);
+}
+
+enum { QUANTILE_EXPERTS = 8, QUANTILE_THREADS = 1024, DIGITS = 256 };
+
+/* sums[e] += the (n k / E + 1)-th greatest of logits[e] - alpha over the n tokens that count; sums[E] += 1. A block has
+ * some experts, whose keys it reads four times, each time with one more byte of the result known. Counts are integers,
+ * so their order does not matter. */
+__global__ void __launch_bounds__(QUANTILE_THREADS)
+    quantile_sums(float *sums, const float *logits, const float *alpha, int64_t T, int E, int k) {
+    __shared__ uint32_t counts[DIGITS][QUANTILE_EXPERTS], known[QUANTILE_EXPERTS]; // known: the first bytes of the key
+    __shared__ int64_t rank[QUANTILE_EXPERTS]; // of the result among the keys that begin so; -1: there is none
+    const int own = threadIdx.x % QUANTILE_EXPERTS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int expert = blockIdx.x * QUANTILE_EXPERTS + own;
+    if (threadIdx.x < QUANTILE_EXPERTS) known[threadIdx.x] = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        for (int i = threadIdx.x; i < DIGITS * QUANTILE_EXPERTS; i += QUANTILE_THREADS) counts[0][i] = 0;
+        __syncthreads();
+        const uint32_t begins = known[own];
+        for (int64_t t = threadIdx.x / QUANTILE_EXPERTS; t < T && expert < E;
+             t += QUANTILE_THREADS / QUANTILE_EXPERTS) {
+            float threshold = alpha[t], logit = logits[t * E + expert];
+            uint32_t key = sortable_key(logit - threshold);
+            if (isnan(threshold) || (shift < 24 && key >> (shift + 8) != begins)) continue;
+            atomicAdd(&counts[key >> shift & (DIGITS - 1)][own], 1u);
+        }
+        __syncthreads();
+        if (warp < QUANTILE_EXPERTS) { // of an expert: a lane has 8 digits, the greatest in the first one
+            uint32_t mine = 0;
+            for (int i = 0; i < DIGITS / 32; i++) mine += counts[DIGITS - 1 - (DIGITS / 32 * lane + i)][warp];
+            uint32_t before = mine;
+            for (int step = 1; step < 32; step *= 2) {
+                uint32_t other = __shfl_up_sync(all_lanes, before, step);
+                if (lane >= step) before += other;
+            }
+            int64_t tokens = __shfl_sync(all_lanes, before, 31), wanted = shift == 24 ? tokens * k / E : rank[warp];
+            if (shift == 24 && wanted >= tokens) wanted = -1;
+            before -= mine;
+            __syncwarp();
+            if (lane == 0) rank[warp] = wanted;
+            __syncwarp();
+            if (wanted >= before && wanted < (int64_t)before + mine) { // one lane
+                int64_t left = wanted - before;
+                int digit = DIGITS - 1 - DIGITS / 32 * lane;
+                for (; left >= counts[digit][warp]; digit--) left -= counts[digit][warp];
+                rank[warp] = left, known[warp] = known[warp] << 8 | (uint32_t)digit;
+            }
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x >= QUANTILE_EXPERTS || expert >= E || rank[own] < 0) return;
+    sums[expert] += float_of_key(known[own]);
+    if (expert == 0) sums[E] += 1;
+}
+
+extern "C" void mt_cuda_quantile_sums(const mt_quantile_args *a, mt_stream *stream) {
+    if (a->T == 0) return;
+    MT_CHECK(a->k < a->E && a->T < UINT32_MAX);
+    float *alpha = (float *)mt_cuda_workspace(stream, a->T * (int64_t)sizeof(float));
+    with_slots(a->E, 1, 0, 8, [&](auto slots, unsigned warps, size_t bytes) {
+        quantile_thresholds<decltype(slots)::value>
+            <<<mt_grid_size(a->T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+                alpha, a->logits, a->bias, a->token_index, a->T, (int)a->E, (int)a->k, (int)(bytes / warps));
+    });
+    MT_CUDA_LAUNCHED();
+    quantile_sums<<<(unsigned)mt_divide_up(a->E, QUANTILE_EXPERTS), QUANTILE_THREADS, 0, mt_cuda_stream(stream)>>>(
+        a->sums, a->logits, alpha, a->T, (int)a->E, (int)a->k);
+    MT_CUDA_LAUNCHED();
+}
+
+/* One block. */
+__global__ void quantile_bias_step(float *bias, const float *sums, const float *scale, int64_t E, double ema) {
+    __shared__ double of_warp[32];
+    if (scale[0] < 0 || sums[E] == 0) return;
+    double mean = 0;
+    for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
+        float moved = (float)(ema * (double)bias[e] - (1 - ema) * (double)sums[e] / (double)sums[E]);
+        bias[e] = moved, mean += (double)moved / (double)E;
+    }
+    mean = warp_sum(mean);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mean;
+    __syncthreads();
+    mean = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0);
+    for (int64_t e = threadIdx.x; e < E; e += blockDim.x) bias[e] = (float)((double)bias[e] - mean);
+}
+
+extern "C" void mt_cuda_quantile_bias_step(float *bias, const float *sums, const float *scale, int64_t E, double ema,
+                                           mt_stream *stream) {
+    quantile_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, sums, scale, E, ema);
     MT_CUDA_LAUNCHED();
 }
 

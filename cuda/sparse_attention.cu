@@ -3,46 +3,19 @@
  *
  * The indexer scores some rows of queries at a time, in the stream's workspace, and a second kernel selects from them:
  * memory is [rows, T] whatever T is. On tensor cores a warp has a query: its heads are the rows of a product, whose
- * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well. The choice is
+ * operand stays in registers while keys pass by, and the sum over heads ends in the registers as well
+ * (indexer_hopper.cu: on wgmma, with keys as rows). The choice is
  * exact: three histograms of parts of a score's bits find the k-th greatest. Of scores that equal it the first are
- * taken, or else the choice of torch (megatron.c, section 19a): then one thread splits the row as torch does.
+ * taken, or else the choice of torch (megatron.c, section 19a): then a block splits the row as torch does.
  *
- * Attention of many queries multiplies whole tiles of keys and reads from a bit for each pair whether a query attends
- * to a key: heads share these bits, and no head reads its keys once for each query. A query of a step of generation
- * reads the keys of its list. */
-#include "attention.cuh"
-#include "mma.cuh"
-#include "vector.cuh"
+ * Attention of many queries multiplies whole tiles of keys, on the rungs of dense attention, and reads from a bit for
+ * each pair whether a query attends to a key: heads share these bits, and no head reads its keys once for each query. A
+ * query of a step of generation reads the keys of its list. */
+#include "sparse_attention.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / 32, LANES = 32, PLAIN = 128 };
-static const unsigned all_lanes = 0xffffffff;
+enum { THREADS = 256, WARPS = THREADS / 32, PLAIN = 128 };
 
-/* ---- queries and their keys -------------------------------------------------------------------------------------- */
-
-/* The span of a query row, and the number of its keys that the row sees; 0 if it is in no span. */
-struct query_keys {
-    mt_span span;
-    int64_t count, number; // number: of the span
-};
-
-/* All lanes of a warp call it with the same row. */
-__device__ static query_keys keys_of_query(const mt_span *spans, int64_t num_spans, int64_t t) {
-    int lane = (int)threadIdx.x % LANES;
-    for (int64_t base = 0; base < num_spans; base += LANES) {
-        bool mine = false;
-        if (base + lane < num_spans) {
-            int64_t i = t - spans[base + lane].q_start;
-            mine = i >= 0 && i < spans[base + lane].q_len;
-        }
-        unsigned owner = __ballot_sync(all_lanes, mine);
-        if (!owner) continue;
-        query_keys keys = {spans[base + __ffs((int)owner) - 1], 0, base + __ffs((int)owner) - 1};
-        int64_t end = t - keys.span.q_start + keys.span.k_len - keys.span.q_len + 1;
-        keys.count = keys.span.causal ? max(min(end, keys.span.k_len), (int64_t)0) : keys.span.k_len;
-        return keys;
-    }
-    return {};
-}
+/* ---- sums over a block ------------------------------------------------------------------------------------------- */
 
 /* Of several threads, all of a block, the sum or the maximum, for all of them. `parts`: memory of a number a warp. */
 template <class X, class Combine> __device__ static X over_block(X x, X *parts, Combine combine) {
@@ -85,47 +58,6 @@ template <class E> static bool rows_are_wide(const void *x, int64_t stride, int6
 
 /* ---- scores ------------------------------------------------------------------------------------------------------ */
 
-template <class E> struct indexer_task {
-    const E *q, *k, *weights;
-    const mt_span *spans;
-    int64_t num_spans;
-    mt_pages pages;
-    int64_t first_row;   // of queries: row 0 of q, weights and listed
-    int64_t first, rows; // of this launch
-    int64_t topk;
-    const int64_t *lengths; // see mt_indexer_args
-    const int32_t *listed;  // [rows, topk] or NULL: column j is key j
-    int64_t least;          // rows that see no more keys than this need no scores
-    float *scores;          // [rows of this launch, columns]
-    int64_t columns;
-    int H, D;
-    float scale;
-    bool wide; // keys allow 16-byte loads
-    bool is_loss;
-    E *attention_q; // see mt_indexer_args
-    int64_t attention_q_stride;
-
-    /* Row `i` of the launch is query row query(i). */
-    __device__ int64_t query(int64_t i) const {
-        return first + i;
-    }
-    __device__ int64_t count(const query_keys &keys) const {
-        return listed ? min(keys.count, topk) : keys.count;
-    }
-    __device__ int64_t length(const query_keys &keys) const {
-        return lengths ? lengths[keys.number] : keys.span.k_len;
-    }
-    /* The score of query row t and a key, to store. For the choice of keys the least if it is not a number. */
-    __device__ float checked(float score, int64_t t) const {
-        if (!isnan(score) || is_loss) return score;
-        if (attention_q) attention_q[t * attention_q_stride] = mt_from_float<E>(NAN);
-        return -INFINITY;
-    }
-    __device__ int64_t key_row(const query_keys &keys, int64_t t, int64_t j) const {
-        return mt_key_row(pages, keys.span.k_start + (listed ? listed[(t - first_row) * topk + j] : j));
-    }
-};
-
 template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     indexer_task<E> task = {};
     task.q = (const E *)a->q, task.k = (const E *)a->k, task.weights = (const E *)a->weights;
@@ -134,11 +66,6 @@ template <class E> static indexer_task<E> task_of(const mt_indexer_args *a) {
     task.attention_q = (E *)a->attention_q, task.attention_q_stride = a->attention_q_stride;
     task.lengths = a->lengths, task.scale = a->scale, task.wide = rows_are_wide<E>(a->k, a->D, a->D);
     return task;
-}
-
-/* The term of a head in the score of a query and a key. NaN stays. */
-__device__ static float positive(float product) {
-    return mt_maximum(product, 0.0f);
 }
 
 /* Any operands: a thread for each key of a query. Heads take turns, so that a key is read once for each. */
@@ -296,9 +223,32 @@ template <class E, int HEADS> static void launch_mma_scores(const indexer_task<E
     MT_CUDA_LAUNCHED();
 }
 
+static bool on_hopper = true, loss_in_tiles = true;
+
+extern "C" void mt_cuda_select_on_hopper(bool on) {
+    on_hopper = on;
+}
+
+extern "C" void mt_cuda_loss_on_tensor_cores(bool on) {
+    loss_in_tiles = on;
+}
+
+/* The rows of keys that the spans cover. */
+static int64_t key_rows_of(const mt_spans *spans) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < spans->count; s++) {
+        int64_t end = spans->host[s].k_start + spans->host[s].k_len;
+        if (end > rows) rows = end;
+    }
+    return rows;
+}
+
 /* Enqueues the scores of the task's rows. `most`: of keys of a row. */
 template <class E>
-static void launch_scores(const indexer_task<E> &task, bool on_tensor_cores, int64_t most, mt_stream *stream) {
+static void launch_scores(const indexer_task<E> &task, const mt_spans *spans, bool on_tensor_cores, int64_t most,
+                          mt_stream *stream) {
+    if constexpr (std::is_same_v<E, bf16>)
+        if (on_tensor_cores && on_hopper && mt_indexer_hopper_scores(task, key_rows_of(spans), stream)) return;
     if constexpr (!std::is_same_v<E, float>)
         if (on_tensor_cores) {
             if (task.H <= 16) return launch_mma_scores<E, 1>(task, stream);
@@ -416,34 +366,71 @@ __device__ static void swap_keys(scored_key *x, int64_t i, int64_t j) {
     x[i] = x[j], x[j] = other;
 }
 
-/* One thread moves the k greatest of x[n] to the front as torch.topk does: see mt_select_as_torch of megatron.c. */
-__device__ static void move_greatest_as_torch(scored_key *x, int64_t n, int64_t k) {
-    int64_t first = 0, last = n;
+/* Moves the k greatest of x[n] to the front as torch.topk does: see mt_select_as_torch of megatron.c. Its split goes
+ * from both ends at once: for each m it exchanges the m-th score from the left that is not above the pivot with the
+ * m-th from the right that is not below it, as long as the first is left of the second. The block finds all of them, in
+ * left[n] and right[n], both ascending, and exchanges all pairs. */
+__device__ static void move_greatest_as_torch(scored_key *x, int *left, int *right, int n, int64_t k,
+                                              select_memory &memory) {
+    enum { EACH = 4 };
+    int first = 0, last = n;
     while (last - first > 3) {
-        int64_t a = first + 1, b = first + (last - first) / 2, c = last - 1, i = first + 1, j = last;
-        float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
-        swap_keys(x, first,
-                  of_a > of_b   ? (of_b > of_c   ? b
-                                   : of_a > of_c ? c
-                                                 : a)
-                  : of_a > of_c ? a
-                  : of_b > of_c ? c
-                                : b);
-        float pivot = x[first].score;
-        for (;; i++) {
-            while (x[i].score > pivot) i++;
-            do j--;
-            while (pivot > x[j].score);
-            if (i >= j) break;
-            swap_keys(x, i, j);
+        if (threadIdx.x == 0) {
+            int a = first + 1, b = first + (last - first) / 2, c = last - 1;
+            float of_a = x[a].score, of_b = x[b].score, of_c = x[c].score;
+            swap_keys(x, first,
+                      of_a > of_b   ? (of_b > of_c   ? b
+                                       : of_a > of_c ? c
+                                                     : a)
+                      : of_a > of_c ? a
+                      : of_b > of_c ? c
+                                    : b);
         }
-        if (i <= k - 1)
-            first = i;
+        __syncthreads();
+        const float pivot = x[first].score;
+        int lefts = 0, rights = 0;
+        for (int base = first + 1; base < last; base += THREADS * EACH) {
+            const int at = base + (int)threadIdx.x * EACH;
+            bool is_left[EACH], is_right[EACH];
+            int counts = 0; // of left in the high half, of right in the low one
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                float score = at + i < last ? x[at + i].score : 0;
+                is_left[i] = at + i < last && score <= pivot, is_right[i] = at + i < last && score >= pivot;
+                counts += is_left[i] << 16 | is_right[i];
+            }
+            int before = scan_block(counts, memory) - counts;
+            int l = lefts + (before >> 16), r = rights + (before & 0xffff);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                if (is_left[i]) left[l++] = at + i;
+                if (is_right[i]) right[r++] = at + i;
+            }
+            __syncthreads(); // parts[] is complete until all threads have read it
+            if (threadIdx.x == THREADS - 1) memory.above = l, memory.equal = r;
+            __syncthreads();
+            lefts = memory.above, rights = memory.equal;
+        }
+        // The pairs to exchange are the first ones: a search in steps of `stride`, then within a step.
+        const int pairs = min(lefts, rights), stride = (pairs + THREADS - 1) / THREADS;
+        auto apart = [&](int m) { return m < pairs && left[m] < right[rights - 1 - m]; };
+        const int begin = max(__syncthreads_count(apart((int)threadIdx.x * stride)) - 1, 0) * stride;
+        int swaps = begin;
+        for (int i = (int)threadIdx.x; i - (int)threadIdx.x < stride; i += THREADS)
+            swaps += __syncthreads_count(i < stride && apart(begin + i));
+        int cut = swaps < lefts ? left[swaps] : last;
+        if (swaps > 0) cut = min(cut, right[rights - swaps]);
+        for (int m = (int)threadIdx.x; m < swaps; m += THREADS) swap_keys(x, left[m], right[rights - 1 - m]);
+        __syncthreads();
+        if (cut <= k - 1)
+            first = cut;
         else
-            last = i;
+            last = cut;
     }
-    for (int64_t i = first + 1; i < last; i++)
-        for (int64_t j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
+    if (threadIdx.x == 0)
+        for (int i = first + 1; i < last; i++)
+            for (int j = i; j > first && x[j].score > x[j - 1].score; j--) swap_keys(x, j, j - 1);
+    __syncthreads();
 }
 
 enum { TIED = -2 }; // selected[0] of a row that select_ties selects
@@ -476,13 +463,15 @@ __global__ void __launch_bounds__(THREADS)
     write_selected(selected, scores, keys.count, bound, places, memory);
 }
 
-/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, columns]. */
+/* A block selects the keys of some rows, one after another, as torch does. ties: memory of [blocks, 2 columns], for
+ * scores with their keys, then for positions. */
 template <class E>
 __global__ void __launch_bounds__(THREADS)
     select_ties(const indexer_task<E> task, int32_t *selected_rows, scored_key *ties) {
     __shared__ select_memory memory;
     const int64_t k = task.topk;
-    scored_key *x = ties + (int64_t)blockIdx.x * task.columns;
+    scored_key *x = ties + (int64_t)blockIdx.x * 2 * task.columns;
+    int *left = (int *)(x + task.columns), *right = left + task.columns;
     for (int64_t i = blockIdx.x; i < task.rows; i += gridDim.x) {
         int64_t t = task.query(i);
         int32_t *selected = selected_rows + (t - task.first_row) * k;
@@ -492,7 +481,7 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t n = task.length(keys);
         for (int64_t j = threadIdx.x; j < n; j += THREADS) x[j] = {j < keys.count ? scores[j] : -INFINITY, (int32_t)j};
         __syncthreads(); // all threads have read selected[0]
-        if (threadIdx.x == 0) move_greatest_as_torch(x, n, k);
+        move_greatest_as_torch(x, left, right, (int)n, k, memory);
         for (int64_t j = threadIdx.x; j < n; j += THREADS) scores[j] = 0;
         __syncthreads();
         for (int64_t j = threadIdx.x; j < k; j += THREADS) scores[x[j].key] = 1;
@@ -507,11 +496,11 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
     bool torch = a->ties == MT_TIES_TORCH;
     int64_t rows = a->rows < MT_CUDA_INDEXER_ROWS ? a->rows : MT_CUDA_INDEXER_ROWS, blocks = rows;
     if (blocks > MT_CUDA_INDEXER_BLOCKS) blocks = MT_CUDA_INDEXER_BLOCKS;
-    while (rows > 1 && (rows + 2 * blocks) * of_row > stream->workspace_bytes) {
+    while (rows > 1 && (rows + 4 * blocks) * of_row > stream->workspace_bytes) {
         rows = mt_divide_up(rows, 2);
         if (blocks > rows) blocks = rows;
     }
-    float *scores = (float *)mt_cuda_workspace(stream, (rows + (torch ? 2 * blocks : 0)) * of_row);
+    float *scores = (float *)mt_cuda_workspace(stream, (rows + (torch ? 4 * blocks : 0)) * of_row);
     scored_key *ties = torch ? (scored_key *)(scores + rows * columns) : NULL;
     indexer_task<E> task = task_of<E>(a);
     task.scores = scores, task.columns = columns, task.least = a->topk;
@@ -519,7 +508,7 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
                            task.wide && (uintptr_t)a->q % 4 == 0;
     for (int64_t row = 0; row < a->rows; row += rows) {
         task.first = a->first_row + row, task.rows = a->rows - row < rows ? a->rows - row : rows;
-        if (longest > a->topk) launch_scores(task, on_tensor_cores, longest, stream);
+        if (longest > a->topk) launch_scores(task, a->spans, on_tensor_cores, longest, stream);
         select_keys<E><<<(unsigned)task.rows, THREADS, 0, mt_cuda_stream(stream)>>>(task, a->selected, torch);
         MT_CUDA_LAUNCHED();
         if (!torch || longest <= a->topk) continue;
@@ -531,6 +520,57 @@ template <class E> static void indexer_forward(const mt_indexer_args *a, mt_stre
 
 extern "C" void mt_cuda_indexer_forward(const mt_indexer_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->rows > 0) MT_CUDA_DISPATCH(dtype, indexer_forward, a, stream);
+}
+
+/* ---- tiles of 64 rows, for 4 warps ---------------------------------------------------------------------------------
+ */
+
+enum { TILE_THREADS = 128, TILE_ROWS = 64 };
+static_assert((int)TILE_ROWS == (int)MT_CUDA_LOSS_ROWS, "a tile has the queries of a block of the loss");
+
+/* Starts the copy of `count` rows, up to TILE_ROWS, to a tile; the others become zeros. */
+template <int D, class E>
+__device__ __forceinline__ void load_rows(uint32_t tile, const E *from, int64_t stride, int64_t count) {
+    for (int n = (int)threadIdx.x; n < TILE_ROWS * (D / 8); n += TILE_THREADS) {
+        const int row = n / (D / 8), chunk = n % (D / 8);
+        mt_copy16_async(tile + mt_tile_chunk<TILE_ROWS>(row, chunk), from + row * stride + chunk * 8, row < count);
+    }
+}
+
+/* c[16, 64] = the warp's rows of tile a times all rows of tile b. */
+template <class E, int D>
+__device__ __forceinline__ void multiply_tiles(float (&c)[1][TILE_ROWS / 8][4], uint32_t a, uint32_t b) {
+    const uint32_t down = mt_lane_down(), across = mt_lane_across();
+    clear(c);
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t x[4], y[4];
+        mt_ldmatrix(x, mt_tile_block<TILE_ROWS>(a, down, (int)threadIdx.x / LANES * 16, k));
+#pragma unroll
+        for (int n = 0; n < TILE_ROWS; n += 16) {
+            mt_ldmatrix(y, mt_tile_block<TILE_ROWS>(b, across, n, k));
+            mt_mma_of<E>(c[0][n / 8], x, y[0], y[1]);
+            mt_mma_of<E>(c[0][n / 8 + 1], x, y[2], y[3]);
+        }
+    }
+}
+
+/* c[16, D] += p[16, 64] times the rows of a tile, after p is rounded to E. */
+template <class E, int D>
+__device__ __forceinline__ void add_weighted_rows(float (&c)[1][D / 8][4], const float (&p)[1][TILE_ROWS / 8][4],
+                                                  uint32_t tile) {
+    const uint32_t down = mt_lane_down();
+    uint32_t pairs[1][TILE_ROWS / 16][4];
+    pack_weights<E>(pairs, p);
+#pragma unroll
+    for (int k = 0; k < TILE_ROWS; k += 16)
+#pragma unroll
+        for (int n = 0; n < D; n += 16) {
+            uint32_t y[4];
+            mt_ldmatrix_transposed(y, mt_tile_block<TILE_ROWS>(tile, down, k, n));
+            mt_mma_of<E>(c[0][n / 8], pairs[0][k / 16], y[0], y[1]);
+            mt_mma_of<E>(c[0][n / 8 + 1], pairs[0][k / 16], y[2], y[3]);
+        }
 }
 
 /* ---- the loss ---------------------------------------------------------------------------------------------------- */
@@ -678,16 +718,179 @@ __global__ void __launch_bounds__(PLAIN)
         for (int c = (int)threadIdx.x; c < D; c += PLAIN) dk[key * D + c] += sums[c];
 }
 
+/* ---- the gradients over all keys, on tensor cores -----------------------------------------------------------------
+ */
+
+/* With scores s of a head and slope the gradient of their weighted sum, g = scale w slope where s > 0, else 0; then dq
+ * = g k, dk = g^T q, and dw = scale sum(slope max(s, 0)). g is rounded to bf16: fp16 has no room for slopes. A stage is
+ * a tile with 64 numbers behind it. */
+template <int D> struct loss_size {
+    static constexpr int TILE = TILE_ROWS * D * 2, STAGE = TILE + TILE_ROWS * 4, BYTES = TILE + 2 * STAGE;
+};
+
+/* dq and dweights of a query: a block, whose warps have 16 heads each. */
+template <class E, int D>
+__global__ void __launch_bounds__(TILE_THREADS)
+    tile_loss_of_queries(const indexer_task<E> task, const float *slopes, int64_t width, E *dq, E *dweights) {
+    using size = loss_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + size::TILE;
+    const int first_head = (int)threadIdx.x / LANES * 16, lane = (int)threadIdx.x % LANES;
+    const int64_t t = task.query(blockIdx.x), row = t - task.first_row;
+    const query_keys keys = keys_of_query(task.spans, task.num_spans, t);
+    const E *k = task.k + keys.span.k_start * D;
+    const int count = (int)keys.count;
+    slopes += (int64_t)blockIdx.x * width;
+    auto load = [&](int j) { // keys from j on
+        const uint32_t to = stages + (uint32_t)(j / TILE_ROWS % 2) * size::STAGE;
+        load_rows<D>(to, k + (int64_t)j * D, D, count - j);
+        if (threadIdx.x < TILE_ROWS)
+            mt_copy4_async(to + size::TILE + threadIdx.x * 4, slopes + j + threadIdx.x, j + (int)threadIdx.x < count);
+    };
+    float weights[2], dweight[2] = {0, 0}, sums[1][D / 8][4], score[1][TILE_ROWS / 8][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = first_head + row_of(0, 2 * h);
+        weights[h] = head < task.H ? task.scale * mt_to_float(task.weights[row * task.H + head]) : 0;
+    }
+    clear(sums);
+    load_rows<D>(q_tile, task.q + row * task.H * D, D, task.H);
+    if (count > 0) load(0);
+#pragma unroll 1
+    for (int j = 0; j < count; j += TILE_ROWS) {
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (j + TILE_ROWS < count) load(j + TILE_ROWS);
+        const int stage = size::TILE + j / TILE_ROWS % 2 * size::STAGE;
+        const float *slope = (const float *)(memory + stage + size::TILE);
+        multiply_tiles<E, D>(score, q_tile, q_tile + stage);
+#pragma unroll
+        for (int n = 0; n < TILE_ROWS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float of_key = slope[col_of(n, e)], s = score[0][n][e];
+                if (!(s <= 0)) dweight[e / 2] += task.scale * of_key * s;
+                score[0][n][e] = s <= 0 ? 0 : weights[e / 2] * of_key;
+            }
+        add_weighted_rows<E, D>(sums, score, q_tile + stage);
+    }
+    mt_copies_wait();
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int head = first_head + row_of(0, 2 * h);
+        dweight[h] += __shfl_xor_sync(all_lanes, dweight[h], 1);
+        dweight[h] += __shfl_xor_sync(all_lanes, dweight[h], 2);
+        if (head >= task.H) continue;
+        if (lane % 4 == 0) dweights[row * task.H + head] = mt_from_float<E>(dweight[h]);
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *(uint32_t *)(dq + (row * task.H + head) * D + col_of(n, 0)) =
+                mt_pair_from_float(E(), sums[0][n][2 * h], sums[0][n][2 * h + 1]);
+    }
+}
+
+/* dk of a tile of keys += that of the queries of a block of the loss: a block, whose warps have 16 keys each. */
+template <class E, int D>
+__global__ void __launch_bounds__(TILE_THREADS)
+    tile_loss_of_keys(const indexer_task<E> task, const float *slopes, int64_t width, float *dk, int64_t key_rows) {
+    using size = loss_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ int64_t begins[TILE_ROWS], ends[TILE_ROWS]; // the rows of keys that a query sees
+    const uint32_t k_tile = mt_shared_address(memory);
+    const int warp = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES, rows = (int)task.rows;
+    const int64_t key = (int64_t)blockIdx.x * TILE_ROWS;
+    for (int r = warp; r < rows; r += TILE_THREADS / LANES) {
+        query_keys keys = keys_of_query(task.spans, task.num_spans, task.query(r));
+        if (lane == 0) begins[r] = keys.span.k_start, ends[r] = keys.span.k_start + keys.count;
+    }
+    __syncthreads();
+    auto next = [&](int r) { // the next query that sees a key of the tile
+        while (r < rows && (begins[r] >= key + TILE_ROWS || ends[r] <= key)) r++;
+        return r;
+    };
+    auto load = [&](int r, int n) {
+        const int64_t row = task.query(r) - task.first_row;
+        const int stage = size::TILE + n % 2 * size::STAGE, h = (int)threadIdx.x;
+        load_rows<D>(k_tile + stage, task.q + row * task.H * D, D, task.H);
+        if (h < TILE_ROWS)
+            ((float *)(memory + stage + size::TILE))[h] =
+                h < task.H ? task.scale * mt_to_float(task.weights[row * task.H + h]) : 0;
+    };
+    int r = next(0);
+    if (r >= rows) return;
+    float sums[1][D / 8][4], score[1][TILE_ROWS / 8][4];
+    clear(sums);
+    load_rows<D>(k_tile, task.k + key * D, D, key_rows - key);
+    load(r, 0);
+#pragma unroll 1
+    for (int n = 0; r < rows; n++) {
+        const int after = next(r + 1), stage = size::TILE + n % 2 * size::STAGE;
+        const float *weights = (const float *)(memory + stage + size::TILE);
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (after < rows) load(after, n + 1);
+        multiply_tiles<E, D>(score, k_tile, k_tile + stage);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int64_t at = key + 16 * warp + row_of(0, 2 * h);
+            const float slope = at >= begins[r] && at < ends[r] ? slopes[r * width + (at - begins[r])] : 0;
+#pragma unroll
+            for (int m = 0; m < TILE_ROWS / 8; m++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    score[0][m][e] = score[0][m][e] <= 0 ? 0 : weights[col_of(m, e)] * slope;
+        }
+        add_weighted_rows<E, D>(sums, score, k_tile + stage);
+        r = after;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int64_t at = key + 16 * warp + row_of(0, 2 * h);
+        if (at >= key_rows) continue;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+            float2 *to = (float2 *)(dk + at * D + col_of(n, 0)), sum = *to;
+            sum.x += sums[0][n][2 * h], sum.y += sums[0][n][2 * h + 1];
+            *to = sum;
+        }
+    }
+}
+
+template <class E, int D>
+static void launch_tile_loss(const indexer_task<E> &task, const float *slopes, const mt_indexer_args *a,
+                             int64_t key_rows, cudaStream_t stream) {
+    const int bytes = loss_size<D>::BYTES;
+    mt_cuda_take_shared(tile_loss_of_queries<E, D>, bytes);
+    mt_cuda_take_shared(tile_loss_of_keys<E, D>, bytes);
+    tile_loss_of_queries<E, D>
+        <<<(unsigned)task.rows, TILE_THREADS, bytes, stream>>>(task, slopes, a->width, (E *)a->dq, (E *)a->dweights);
+    MT_CUDA_LAUNCHED();
+    tile_loss_of_keys<E, D><<<(unsigned)mt_divide_up(key_rows, TILE_ROWS), TILE_THREADS, bytes, stream>>>(
+        task, slopes, a->width, a->dk, key_rows);
+    MT_CUDA_LAUNCHED();
+}
+
+/* False, and nothing is enqueued, for operands that tiles do not take. */
+template <class E>
+static bool tile_loss(const indexer_task<E> &task, const float *slopes, const mt_indexer_args *a, int64_t key_rows,
+                      cudaStream_t stream) {
+    if constexpr (std::is_same_v<E, bf16>) {
+        bool serves = loss_in_tiles && a->all_keys && task.wide && task.H <= TILE_ROWS && !task.pages.table;
+        if (serves && (uintptr_t)a->dq % 4 == 0 && task.D == 64)
+            return launch_tile_loss<E, 64>(task, slopes, a, key_rows, stream), true;
+        if (serves && (uintptr_t)a->dq % 4 == 0 && task.D == 128)
+            return launch_tile_loss<E, 128>(task, slopes, a, key_rows, stream), true;
+    }
+    return false;
+}
+
 template <class E> static void indexer_backward(const mt_indexer_args *a, mt_stream *stream) {
     cudaStream_t s = mt_cuda_stream(stream);
-    int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows, key_rows = 0;
+    int64_t begin = a->block > a->first_row ? a->block : a->first_row, end = a->block + a->block_rows;
+    int64_t key_rows = key_rows_of(a->spans);
     if (end > a->first_row + a->rows) end = a->first_row + a->rows;
     MT_CHECK(a->block_rows <= MT_CUDA_LOSS_ROWS);
     if (begin >= end) return;
-    for (int64_t n = 0; n < a->spans->count; n++) {
-        int64_t last = a->spans->host[n].k_start + a->spans->host[n].k_len;
-        if (last > key_rows) key_rows = last;
-    }
     indexer_task<E> task = task_of<E>(a);
     task.wide = task.wide && rows_are_wide<E>(a->q, a->D, a->D);
     task.first = begin, task.rows = end - begin, task.least = 0, task.columns = mt_cuda_score_columns(a->width);
@@ -698,12 +901,13 @@ template <class E> static void indexer_backward(const mt_indexer_args *a, mt_str
     const float *shares = a->shares + (begin - a->block) * a->width;
     float *slopes = a->slopes + (begin - a->block) * a->width;
     bool on_tensor_cores = a->all_keys && has_rows(a->spans) && a->H <= 64 && a->D <= 128 && task.wide;
-    launch_scores(task, on_tensor_cores, a->width, stream);
+    launch_scores(task, a->spans, on_tensor_cores, a->width, stream);
     divergences<E>
         <<<(unsigned)task.rows, THREADS, 0, s>>>(task, shares, slopes, losses, a->token_index, a->width, a->coeff);
     MT_CUDA_LAUNCHED();
     add_losses<<<1, 1, 0, s>>>(a->sums, losses, task.rows);
     MT_CUDA_LAUNCHED();
+    if (tile_loss(task, slopes, a, key_rows, s)) return;
     int64_t bytes = 2 * a->D * (int64_t)sizeof(float);
     mt_cuda_take_shared(loss_of_queries<E>, bytes);
     mt_cuda_take_shared(loss_of_keys<E>, bytes);
@@ -726,7 +930,6 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
     int64_t t = blockIdx.x;
     query_keys keys = keys_of_query(spans, num_spans, t);
     uint32_t *row = bits + t * 2 * words;
-    if (keys.count == 0) return; // a query without keys
     for (int64_t w = threadIdx.x; w < 2 * words; w += THREADS) row[w] = 0;
     __syncthreads();
     int64_t count = min(keys.count, topk);
@@ -739,15 +942,16 @@ __global__ void __launch_bounds__(THREADS) selection_bits(uint32_t *bits, int64_
 /* Enqueues the bits of all query rows. */
 static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stream) {
     const mt_spans *spans = &a->attention.spans;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     int64_t rows = 0, longest = 1;
     for (int64_t s = 0; s < spans->count; s++) {
         if (spans->host[s].q_start + spans->host[s].q_len > rows) rows = spans->host[s].q_start + spans->host[s].q_len;
         if (spans->host[s].k_len > longest) longest = spans->host[s].k_len;
     }
     selection.words = mt_cuda_selection_words(longest);
-    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, rows * selection.words * 8);
-    selection.bits = (const uint64_t *)bits;
+    int64_t words = rows * selection.words;
+    uint32_t *bits = (uint32_t *)mt_cuda_workspace(stream, words * 8 + (int64_t)sizeof *selection.counter);
+    selection.bits = (const uint64_t *)bits, selection.counter = (int *)(selection.bits + words);
     selection_bits<<<(unsigned)rows, THREADS, 0, mt_cuda_stream(stream)>>>(bits, selection.words, a->selected, a->topk,
                                                                            spans->device, spans->count);
     MT_CUDA_LAUNCHED();
@@ -757,9 +961,10 @@ static mt_selection make_selection(const mt_sparse_attention *a, mt_stream *stre
 extern "C" void mt_cuda_sparse_attention_forward(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
-    mt_selection selection = {a->selected, a->topk, NULL, 0};
+    mt_selection selection = {a->selected, a->topk};
     if (dtype != MT_F32 && has_rows(&call->spans) && call->dropout.p <= 0) {
         selection = make_selection(a, stream);
+        if (on_hopper && mt_selected_hopper_forward(call, &selection, dtype, stream)) return;
         if (mt_selected_mma_forward(call, &selection, dtype, stream)) return;
     }
     mt_selected_naive_forward(call, &selection, dtype, stream);
@@ -769,8 +974,9 @@ extern "C" void mt_cuda_sparse_attention_backward(const mt_sparse_attention *a, 
     const mt_attention *call = &a->attention;
     if (call->spans.count == 0) return;
     mt_selection selection = make_selection(a, stream);
-    if (!mt_selected_mma_backward(call, &selection, dtype, stream))
-        mt_selected_naive_backward(call, &selection, dtype, stream);
+    if (on_hopper && mt_selected_hopper_backward(call, &selection, dtype, stream)) return;
+    if (mt_selected_mma_backward(call, &selection, dtype, stream)) return;
+    mt_selected_naive_backward(call, &selection, dtype, stream);
 }
 
 /* ---- the target of the loss -------------------------------------------------------------------------------------- */
@@ -861,6 +1067,181 @@ template <class E> static void shares(const mt_sparse_attention *a, mt_stream *s
     MT_CUDA_LAUNCHED();
 }
 
+/* ---- the target over all keys, on tensor cores --------------------------------------------------------------------
+ */
+
+/* The probabilities of a block of queries and all their keys take two passes over tiles of 64 keys: the first has the
+ * logs of the sums of exponentials, a block of threads for each head and some tiles; in the second a block has a tile
+ * and adds up the heads. Each tile of keys is read once a pass. */
+enum { SHARE_PARTS = 32 };
+
+template <class E> struct tile_task {
+    const E *q, *k;
+    const mt_span *spans;
+    int64_t num_spans, q_stride, k_stride;
+    int64_t first, first_key, end_key, width; // query row 0; rows of k that some query sees
+    int rows, H, heads;                       // heads: of a group
+    int tiles, part_tiles, parts; // tiles of keys; those of a block of the first pass; its blocks for a head
+    float scale;
+    float *lse;         // [rows, H]
+    float *lse_of_part; // [rows, H, parts]
+    float *shares;      // [rows, width]
+};
+
+template <class E, int D, bool SUMS>
+__global__ void __launch_bounds__(TILE_THREADS, 2) tile_shares(const tile_task<E> task) {
+    constexpr int TILE = TILE_ROWS * D * 2;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ int64_t begins[TILE_ROWS], ends[TILE_ROWS]; // the rows of keys that a query sees
+    const uint32_t stages = mt_shared_address(memory);
+    const int warp = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES;
+    for (int r = warp; r < TILE_ROWS; r += TILE_THREADS / LANES) {
+        query_keys keys = {};
+        if (r < task.rows) keys = keys_of_query(task.spans, task.num_spans, task.first + r);
+        if (lane == 0) begins[r] = keys.span.k_start, ends[r] = keys.span.k_start + keys.count;
+    }
+    const int first_tile = SUMS ? (int)blockIdx.x : (int)blockIdx.x * task.part_tiles;
+    const int steps = SUMS ? task.H : min(task.part_tiles, task.tiles - first_tile);
+    auto key_of = [&](int i) { return task.first_key + (int64_t)(SUMS ? first_tile : first_tile + i) * TILE_ROWS; };
+    auto head_of = [&](int i) { return SUMS ? i : (int)blockIdx.y; };
+    auto load = [&](int i) {
+        const int64_t key = key_of(i);
+        const E *q = task.q + task.first * task.q_stride + head_of(i) * D;
+        const E *k = task.k + key * task.k_stride + head_of(i) / task.heads * D;
+        const uint32_t to = stages + (uint32_t)(i % 2 * 2 * TILE);
+        load_rows<D>(to, q, task.q_stride, task.rows);
+        load_rows<D>(to + TILE, k, task.k_stride, task.end_key - key);
+    };
+
+    const float scale = task.scale * LOG2_E;
+    float sums[1][8][4];
+    softmax<1> state;
+    clear(sums);
+    softmax_begin(state);
+    load(0);
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+        mt_copies_wait();
+        __syncthreads(); // this stage has arrived, and the other one is no longer read
+        if (i + 1 < steps) load(i + 1);
+        const uint32_t q_tile = stages + (uint32_t)(i % 2 * 2 * TILE), k_tile = q_tile + TILE;
+        float score[1][8][4];
+        multiply_tiles<E, D>(score, q_tile, k_tile);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = 16 * warp + row_of(0, 2 * h);
+            if constexpr (SUMS) {
+                const float lse = task.lse[min(row, task.rows - 1) * task.H + i] * LOG2_E;
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) sums[0][n][e] += mt_exp2(score[0][n][e] * scale - lse);
+            } else {
+                const int begin = (int)(begins[row] - key_of(i)), end = (int)(ends[row] - key_of(i));
+#pragma unroll
+                for (int n = 0; n < 8; n++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++)
+                        if (col_of(n, e) < begin || col_of(n, e) >= end) score[0][n][e] = -INFINITY;
+            }
+        }
+        if constexpr (!SUMS) {
+            float shrink[1][2];
+            softmax_step(state, score, shrink, scale);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = 16 * warp + row_of(0, 2 * h);
+        if constexpr (SUMS) {
+            const int64_t key = key_of(0);
+            const int begin = (int)(begins[row] - key), end = (int)(ends[row] - key);
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    const int col = col_of(n, e);
+                    if (row < task.rows && col >= begin && col < end)
+                        task.shares[row * task.width + (col - begin)] = sums[0][n][e];
+                }
+        } else {
+            float total = state.total[0][h];
+            total += __shfl_xor_sync(all_lanes, total, 1);
+            total += __shfl_xor_sync(all_lanes, total, 2);
+            if (lane % 4 == 0 && row < task.rows)
+                task.lse_of_part[(row * task.H + (int)blockIdx.y) * task.parts + (int)blockIdx.x] =
+                    total == 0 ? -INFINITY : state.largest[0][h] * task.scale + logf(total);
+        }
+    }
+}
+
+/* lse of `count` queries and heads, a thread each, from those of their parts. */
+__global__ void join_parts(float *lse, const float *lse_of_part, int count, int parts) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= count) return;
+    float largest = -INFINITY, sum = 0;
+    for (int p = 0; p < parts; p++) largest = mt_maximum(largest, lse_of_part[i * parts + p]);
+    for (int p = 0; p < parts && largest != -INFINITY; p++) sum += expf(lse_of_part[i * parts + p] - largest);
+    lse[i] = largest == -INFINITY ? -INFINITY : largest + logf(sum);
+}
+
+/* False if the sizes are others. */
+template <class E, int D> static bool launch_tile_shares(tile_task<E> task, mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
+    const int bytes = 2 * 2 * TILE_ROWS * D * 2, fixed = 2 * TILE_ROWS * 8;
+    if (bytes + fixed > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    task.tiles = (int)mt_divide_up(task.end_key - task.first_key, TILE_ROWS);
+    task.part_tiles = (int)mt_divide_up(task.tiles, SHARE_PARTS);
+    task.parts = (int)mt_divide_up(task.tiles, task.part_tiles);
+    int64_t count = (int64_t)task.rows * task.H;
+    task.lse = (float *)mt_cuda_workspace(stream, count * (1 + task.parts) * (int64_t)sizeof(float));
+    task.lse_of_part = task.lse + count;
+    mt_cuda_take_shared(tile_shares<E, D, false>, bytes);
+    mt_cuda_take_shared(tile_shares<E, D, true>, bytes);
+    tile_shares<E, D, false><<<dim3((unsigned)task.parts, (unsigned)task.H), TILE_THREADS, bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+    join_parts<<<(unsigned)mt_divide_up(count, PLAIN), PLAIN, 0, s>>>(task.lse, task.lse_of_part, (int)count,
+                                                                      task.parts);
+    MT_CUDA_LAUNCHED();
+    tile_shares<E, D, true><<<(unsigned)task.tiles, TILE_THREADS, bytes, s>>>(task);
+    MT_CUDA_LAUNCHED();
+    return true;
+}
+
+/* Enqueues the shares over all keys; false, and nothing is enqueued, for operands that tiles do not take. */
+template <class E> static bool shares_of_tiles(const mt_sparse_attention *a, mt_stream *stream) {
+    const mt_attention *call = &a->attention;
+    const int64_t D = call->head_size, block_end = a->block + a->block_rows;
+    bool wide = rows_are_wide<E>(call->q, call->q_stride, D) && rows_are_wide<E>(call->k, call->k_stride, D);
+    if (!a->all_keys || !wide || call->pages.table || a->block_rows > TILE_ROWS) return false;
+    if (D != 64 && D != 128 && D != 192) return false;
+    tile_task<E> task = {};
+    task.first_key = INT64_MAX;
+    for (int64_t n = 0; n < call->spans.count; n++) {
+        const mt_span *span = &call->spans.host[n];
+        int64_t last = span->q_start + span->q_len < block_end ? span->q_start + span->q_len : block_end;
+        if (last <= a->block || span->q_start >= block_end) continue;
+        int64_t begin, end; // keys that its last query of the block sees
+        mt_span_keys(span, 0, last - 1 - span->q_start, &begin, &end);
+        if (end <= 0) continue;
+        if (span->k_start < task.first_key) task.first_key = span->k_start;
+        if (span->k_start + end > task.end_key) task.end_key = span->k_start + end;
+    }
+    MT_CUDA(cudaMemsetAsync(a->shares, 0, (size_t)(a->block_rows * a->width) * sizeof(float), mt_cuda_stream(stream)));
+    if (task.first_key >= task.end_key) return true;
+    task.q = (const E *)call->q, task.k = (const E *)call->k;
+    task.spans = call->spans.device, task.num_spans = call->spans.count;
+    task.q_stride = call->q_stride, task.k_stride = call->k_stride;
+    task.first = a->block, task.width = a->width, task.rows = (int)a->block_rows;
+    task.H = (int)call->num_heads, task.heads = (int)(call->num_heads / call->num_groups);
+    task.scale = call->scale, task.shares = a->shares;
+    if (D == 64) return launch_tile_shares<E, 64>(task, stream);
+    return D == 128 ? launch_tile_shares<E, 128>(task, stream) : launch_tile_shares<E, 192>(task, stream);
+}
+
 extern "C" void mt_cuda_sparse_attention_shares(const mt_sparse_attention *a, mt_dtype dtype, mt_stream *stream) {
-    if (a->block_rows > 0) MT_CUDA_DISPATCH(dtype, shares, a, stream);
+    if (a->block_rows == 0) return;
+    if (dtype == MT_BF16 && loss_in_tiles && shares_of_tiles<bf16>(a, stream)) return;
+    if (dtype == MT_F16 && loss_in_tiles && shares_of_tiles<__half>(a, stream)) return;
+    MT_CUDA_DISPATCH(dtype, shares, a, stream);
 }

@@ -3,6 +3,7 @@
  * that neighbours share none: the worst case for kernels that pass over tiles.
  *
  *   usage: bench_cuda_sparse [TOKENS...] (8192 32768) */
+#include "../cuda/attention.h"
 #include "../megatron.h"
 
 #include <stdio.h>
@@ -81,21 +82,33 @@ static void bench(int64_t T) {
     dense.row_dot = row_dot, dense.q_stride = dense.k_stride = HEADS * D, dense.v_stride = HEADS * DV;
     dense.out_stride = HEADS * DV, dense.spans = spans, dense.scale = 0.072f;
     double dense_ms = measure(dense_forward, &dense), dense_back = measure(dense_backward, &dense);
-    double indexer_ms = measure(indexer_forward, &indexer);
     mt_sparse_attention sparse = {.attention = dense, .selected = selected, .topk = TOPK};
-    double sparse_ms = measure(sparse_forward, &sparse), sparse_back = measure(sparse_backward, &sparse);
-    printf("%lld tokens, %d keys: dense forward %.2f ms, backward %.2f ms; indexer %.2f ms, sparse forward %.2f ms, "
-           "backward %.2f ms; forward with the indexer %.2f times dense\n",
-           (long long)T, TOPK, dense_ms, dense_back, indexer_ms, sparse_ms, sparse_back,
-           dense_ms / (indexer_ms + sparse_ms));
+    printf("%lld tokens, %d keys: dense forward %.2f ms, backward %.2f ms\n", (long long)T, TOPK, dense_ms, dense_back);
+    for (int hopper = 0; hopper < 2; hopper++) {
+        mt_cuda_select_on_hopper(hopper);
+        indexer.ties = MT_TIES_FIRST;
+        double first_ms = measure(indexer_forward, &indexer);
+        indexer.ties = MT_TIES_TORCH;
+        double indexer_ms = measure(indexer_forward, &indexer);
+        printf("  %s: indexer %.2f ms, %.2f ms with the first of equal scores\n", hopper ? "wgmma" : "mma.sync",
+               indexer_ms, first_ms);
+        double sparse_ms = measure(sparse_forward, &sparse), sparse_back = measure(sparse_backward, &sparse);
+        printf(
+            "  %s: sparse forward %.2f ms, backward %.2f ms; forward %.2f times dense, with the indexer %.2f times\n",
+            hopper ? "wgmma" : "mma.sync", sparse_ms, sparse_back, dense_ms / sparse_ms,
+            dense_ms / (indexer_ms + sparse_ms));
+    }
     fflush(stdout);
     for (int all = 0; all < 2; all++) { // the last block, which sees the most keys
         sparse.block = indexer.block = T - ROWS, sparse.block_rows = indexer.block_rows = ROWS;
         sparse.all_keys = indexer.all_keys = all, sparse.width = indexer.width = all ? T : TOPK;
         sparse.shares = shares;
-        double shares_ms = measure(sparse_shares, &sparse), loss_ms = measure(indexer_backward, &indexer);
-        printf("  the loss of the last %d queries over %s keys: target %.3f ms, gradients %.3f ms\n", ROWS,
-               all ? "all" : "selected", shares_ms, loss_ms);
+        for (int tensor_cores = 0; tensor_cores < 2; tensor_cores++) { // which serve all keys
+            mt_cuda_loss_on_tensor_cores(tensor_cores);
+            double shares_ms = measure(sparse_shares, &sparse), loss_ms = measure(indexer_backward, &indexer);
+            printf("  the loss of the last %d queries over %s keys%s: target %.3f ms, gradients %.3f ms\n", ROWS,
+                   all ? "all" : "selected", tensor_cores ? ", on tensor cores" : "", shares_ms, loss_ms);
+        }
         fflush(stdout);
     }
     ops->stream_destroy(stream);

@@ -74,9 +74,4 @@ __attribute__((unused)) static bool has_equal_scores(const char *family) {
     return strcmp(family, "deepseek_v32") == 0;
 }
 
-/* Families that the CPU alone computes. */
-__attribute__((unused)) static bool needs_the_cpu(const char *family) {
-    return strcmp(family, "mimo_v2_flash") == 0;
-}
-
 #endif

@@ -1,5 +1,6 @@
-/* five_steps.h: trains a model of a golden folder, and compares with that folder's expected.json. A suite's header
- * includes it behind STEPS, SEQUENCES, fixture, open_model, close_model and fill_batch. */
+/* five_steps.h: trains a model of a golden folder, and compares with that folder's expected.json, and gradients with
+ * its reference. A suite's header includes it behind STEPS, SEQUENCES, fixture, open_model, close_model and fill_batch.
+ */
 #ifndef MT_TESTS_FIVE_STEPS_H
 #define MT_TESTS_FIVE_STEPS_H
 
@@ -13,6 +14,22 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     const source *from = context;
     fill_batch(from->fixture, from->first + index * from->stride, from->micro_batch_size, batch);
     return 0;
+}
+
+/* True if each rank of the world has a GPU, which is `backend` from then on. */
+__attribute__((unused)) static bool take_gpus(const mt_group *ranks) {
+    mt_error error;
+    if (mt_cuda_num_gpus() < ranks->size) return false;
+    backend = mt_cuda_open(ranks->rank, &error);
+    if (!backend) mt_die("%s", error.text);
+    return true;
+}
+
+/* Builds a grid, and on GPUs the communicators of its groups. */
+__attribute__((unused)) static void build_grid(mt_grid *grid, const mt_options *options) {
+    mt_error error;
+    if (mt_grid_build(grid, options, &error) != 0) fail_msg("%s", error.text);
+    if (backend->on_device && !mt_backend_open(MT_DEVICE_CUDA, grid, &error)) fail_msg("%s", error.text);
 }
 
 /* Five steps of AdamW; losses and gradient norms before clipping. */
@@ -31,6 +48,23 @@ __attribute__((unused)) static void train_five_steps(const char *name, const mt_
         losses[step] = metrics.loss, norms[step] = metrics.grad_norm;
     }
     close_model(&f);
+}
+
+/* Adds the squared distance of one parameter's gradient from the reference, and the squared norm of the reference. */
+__attribute__((unused)) static void add_gradient_error(const fixture *f, const mt_param *param, const float *grads,
+                                                       const float *expected, double *distance, double *norm) {
+    int64_t bytes = param->rows_stored * param->cols * 4;
+    mt_placement place = mt_param_placement(param, MT_STATE_WEIGHTS);
+    float *grad = mt_malloc(bytes); // the bucket may be on a GPU
+    mt_model_ops(f->model)->memory_copy(grad, grads + param->offset, bytes, mt_model_stream(f->model));
+    mt_model_ops(f->model)->stream_synchronize(mt_model_stream(f->model));
+    for (int64_t row = 0; row < param->rows_stored; row++)
+        for (int64_t col = 0; col < param->cols; col++) {
+            double e = expected[mt_placement_row(&place, row) * place.width + col];
+            double d = (double)grad[row * param->cols + col] / (double)f->num_labels - e;
+            *distance += d * d, *norm += e * e;
+        }
+    free(grad);
 }
 
 /* Fails unless the losses, and the first `norm_steps` gradient norms, equal those of FOLDER/NAME/expected.json to a

@@ -14,6 +14,10 @@ static mt_service open_service(void) {
         MT_CHECK(mt_chat_open(&chat, MT_CHAT_PLAIN, tokenizer, NULL, &error) == 0);
     }
     mt_service service = {.name = "model", .tokenizer = tokenizer, .bos = -1, .context = 64, .vocab_size = 257};
+    static const mt_image_reader reader = {
+        .config = {.patch_size = 4, .temporal_patch_size = 2, .merge_size = 2, .min_pixels = 64, .max_pixels = 1024},
+        .image_token_id = 256};
+    service.images = &reader, service.max_image_tokens = 16;
     service.max_choices = 8, service.max_new_tokens = -1, service.chat = chat, service.chat_lock = &lock;
     service.sampling = (mt_sampling){.temperature = 1, .top_p = 1};
     return service;

@@ -1,6 +1,6 @@
 /* fuzz_sft.c: JSON Lines of arbitrary bytes -> samples. The first byte selects pairs, the loss, the treatment of
- * long samples, prompts, and log-probabilities of pairs. Bad lines are left out, so that each input reaches its last
- * line. */
+ * long samples, prompts, log-probabilities of pairs, and pictures. Bad lines are left out, so that each input reaches
+ * its last line. */
 #include "data/datasets/sft.h"
 
 #include <stdlib.h>
@@ -39,6 +39,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     mt_error error;
     char path[64], *paths[] = {path};
     mt_samples samples;
+    const mt_image_reader reader = {.config = {.merge_size = 1}, .image_token_id = 'z'};
     if (size == 0) return 0;
     if (!tokenizer) MT_CHECK(mt_tokenizer_open(&tokenizer, MT_TOKENIZER_BYTE_LEVEL, NULL, &error) == 0);
     mt_sft_config config = {.paths = {1, paths},
@@ -51,6 +52,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                             .prompts = data[0] / 12 % 4 == 3,
                             .ref_logps = data[0] / 12 % 4 == 1,
                             .needs_answer = data[0] & 1,
+                            .images = data[0] / 48 % 2 && !(data[0] & 1) ? &reader : NULL,
                             .skip_bad_samples = 1 << 20};
     int file = memfd_create("fuzz", MFD_CLOEXEC);
     MT_CHECK(file >= 0 && write(file, data + 1, size - 1) == (ssize_t)size - 1);

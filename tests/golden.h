@@ -105,6 +105,20 @@ static void close_family(fixture *f) {
     free(f->tokens);
 }
 
+/* True for a family, or a type, that the backend has no kernels for: bf16 before compute capability 8.0, or gated delta
+ * nets where a block has 64 KiB of shared memory. */
+__attribute__((unused)) static bool is_refused(const char *family, bool bf16) {
+    if (backend == &mt_cpu_ops) return false;
+    mt_error error = {{0}};
+    fixture f = open_family(family, 1, 1, bf16);
+    bool refused = mt_options_check_limits(&f.options.stack, &backend->limits, &error) != 0;
+    if (refused) print_message("left out: %s: %s\n", family, error.text);
+    mt_batch_free(&f.batch);
+    mt_options_free(&f.options);
+    free(f.tokens);
+    return refused;
+}
+
 static void fill_batch(const fixture *f, int64_t step, int64_t first, int64_t sequences, mt_batch *batch) {
     batch->num_tokens = sequences * SEQ_LENGTH;
     batch->num_spans = sequences;
@@ -157,11 +171,6 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
     assert_int_equal(run.iteration, STEPS);
     assert_int_equal(run.consumed_train_samples, STEPS * SEQUENCES);
     close_family(&f);
-}
-
-/* True if the backend computes a family. */
-__attribute__((unused)) static bool runs(const char *family) {
-    return !backend->limits.no_plain || !needs_the_cpu(family);
 }
 
 /* The relative error that a gradient's norm may have: transformers computes the gated delta rule and Mamba-2 in float32

@@ -1624,6 +1624,9 @@ static const family_layout families_on_layouts[] = {
     {4, "gpt_oss", 1, PP "2" CP "2" BY "all_gather"},
     {8, "gpt_oss", 1, TP "2" SP PP "2" ETP "1" EP "4" SHARD "optim_grads_params"},
     {4, "gpt_oss", 2, CP "2" BY "a2a" EP "2" FLEX},
+    {2, "mimo_v2_flash", 1, TP "2" SP},
+    {2, "mimo_v2_flash", 2, CP "2" BY "all_gather" EP "2"},
+    {2, "granitemoehybrid", 1, TP "2" SP}, // which share a group of states
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},
     {2, "qwen3", 2, CP "2" BY "a2a"},

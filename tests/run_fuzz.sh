@@ -20,6 +20,7 @@ seeds() {
     case $1 in
     *safetensors*) find tests/golden -name '*.safetensors' ;;
     *idx* | *index* | *dataset*) find tests/golden -name '*.idx' ;;
+    picture) find tests/golden -name '*.png' -o -name '*.jpg' ;;
     yaml) find tests/roles -name '*.yaml' ;;
     *config* | *json*) find tests/golden -name '*.json' ;;
     esac

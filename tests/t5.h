@@ -27,6 +27,9 @@ enum { STEPS = 5, SEQUENCES = 4, INPUTS = 24, TARGETS = 16, VOCABULARY = 160 };
 static const char *const models[] = {"t5", "t5_gated"};
 enum { NUM_MODELS = sizeof models / sizeof *models };
 
+/* The backend that models are created on. */
+static const mt_ops *backend = &mt_cpu_ops;
+
 typedef struct fixture {
     char folder[256];
     mt_run_options options;
@@ -70,8 +73,7 @@ static void open_model(fixture *f, const char *name, const mt_grid *grid, int64_
     open_options(f, name, micro_batch_size, grid->world.size, words);
     int64_t tokens = micro_batch_size * INPUTS, targets = micro_batch_size * TARGETS;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = targets, .max_position = INPUTS, .train = true};
-    if (mt_model_create(&f->model, &f->options.stack, grid, &mt_cpu_ops, &plan, &error) != 0)
-        fail_msg("%s", error.text);
+    if (mt_model_create(&f->model, &f->options.stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(f->model, &f->options, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&f->batch, SEQUENCES * INPUTS);
     mt_batch_alloc_encoder(&f->batch, SEQUENCES * INPUTS);
@@ -137,7 +139,7 @@ __attribute__((unused)) static void assert_greedy(const char *name, const mt_gri
     assert_int_equal(json_array_size(texts), SEQUENCES);
     mt_model_plan plan = {.max_inputs = INPUTS};
     mt_plan_generation(&plan, at_once, 13, 0);
-    if (mt_model_create(&f.model, &f.options.stack, grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&f.model, &f.options.stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(f.model, &f.options, &state, f.folder, &error) != 0) fail_msg("%s", error.text);
     fill_batch(&f, 0, SEQUENCES, &f.batch);
     for (int64_t s = 0; s < SEQUENCES; s++) {

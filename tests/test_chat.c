@@ -662,7 +662,7 @@ static void a_template_gets_the_variables_of_the_run(void **state) {
     if (!renders) skip();
 }
 
-/* In the order of transformers: files of templates, or else those of tokenizer_config.json. */
+/* In the order of transformers: files of templates, or else those of tokenizer_config.json, or a processor's. */
 static void the_template_is_found_in_the_folder(void **state) {
     (void)state;
     mt_tokenizer *tokenizer;
@@ -674,6 +674,8 @@ static void the_template_is_found_in_the_folder(void **state) {
     assert_int_equal(mkdir(folder, 0700), 0);
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
     assert_non_null(strstr(error.text, "model: has no chat template; choose one with --chat-template"));
+    write_text(at("model/chat_template.json"), "{\"chat_template\": \"processor\"}");
+    if (renders) writes(tokenizer, folder, "processor");
     write_text(at("model/tokenizer_config.json"), "{\"chat_template\": 5}");
     assert_int_equal(open_found(tokenizer, folder, &error), -1);
     assert_non_null(strstr(error.text, "model/tokenizer_config.json: \"chat_template\" must be a text, or a list"));

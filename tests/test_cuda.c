@@ -531,7 +531,8 @@ enum {
     WRONG = 16,
     ONE_SEQUENCE = 32,
     PADDED = 64,
-    SOFTPLUS = 128
+    SOFTPLUS = 128,
+    OF_LOGITS = 256 // the bias
 };
 
 static mt_router router_of(const int64_t *n) {
@@ -544,6 +545,7 @@ static mt_router router_of(const int64_t *n) {
                        .num_groups = n[4],
                        .group_topk = n[5],
                        .group_best = n[7],
+                       .bias_of_logits = (n[3] & OF_LOGITS) != 0,
                        .scaling = 1.5f};
 }
 
@@ -744,8 +746,8 @@ static void grouped_bias_backward(run *r, const int64_t *n) {
     r->ops->grouped_bias_backward(dbias, dy, expert_offsets(r, n[0], n[2]), n[0], n[1], n[2], r->dtype, r->stream);
 }
 
-static void scale_rows_forward(run *r, const int64_t *n) { // M, C
-    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+static void scale_rows_forward(run *r, const int64_t *n) { // M, C, in place
+    void *y = n[2] ? changed(r, n[0] * n[1]) : output(r, n[0] * n[1]), *x = n[2] ? y : input(r, n[0] * n[1]);
     r->ops->scale_rows_forward(&(mt_scale_rows_args){n[0], n[1], float_input(r, n[0], NORMAL), .x = x, .y = y},
                                r->dtype, r->stream);
 }
@@ -762,6 +764,19 @@ static void expert_bias_step(run *r, const int64_t *n) { // -, E
     float *bias = float_changed(r, n[1], NORMAL), *loads = float_changed(r, n[1], ONES);
     float *scale = float_changed(r, 1, ONES);
     r->ops->expert_bias_step(bias, loads, scale, n[1], 0.25f, r->stream);
+}
+
+/* Of a bad step the bias stays. */
+static void quantile_bias_step(run *r, const int64_t *n) { // E, ema in percent, sign of the scale
+    float *bias = float_changed(r, n[0], NORMAL), *sums = float_input(r, n[0] + 1, POSITIVE), sign = (float)n[2];
+    float *scale = upload(r, &sign, 1, MT_F32, false);
+    r->ops->quantile_bias_step(bias, sums, scale, n[0], (double)n[1] / 100, r->stream);
+}
+
+static void quantile_sums(run *r, const int64_t *n) { // as router_shapes, with k < E
+    float *logits = logits_of(r, n), *bias = float_input(r, n[1], NORMAL), *sums = float_changed(r, n[1] + 1, NORMAL);
+    int64_t *index = n[3] & PADDED ? padding_of(r, n) : token_names(r, n[0]);
+    r->ops->quantile_sums(&(mt_quantile_args){n[0], n[1], n[2], logits, bias, index, sums}, r->stream);
 }
 
 static mt_cross_entropy_args tokens_of(const int64_t *n) { // T, stride, first, count, vocabulary, entropy
@@ -909,7 +924,7 @@ static void convert(run *r, const int64_t *n) { // elements, elements before the
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS, CONTINUED, PIECES } span_kind;
+typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS, CONTINUED, PIECES, WINDOWS } span_kind;
 
 /* Fills spans for about T queries; returns their number and the rows of q and of k. */
 static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *queries, int64_t *keys) {
@@ -920,6 +935,11 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
         for (int64_t start = 0, length = 1; start < T - 2; start += length, length *= 3) {
             if (length > T - 2 - start) length = T - 2 - start;
             spans[count++] = (mt_span){start, length, start, length, true};
+        }
+    if (kind == WINDOWS) // of images: of 1, 8, 27, ... patches, which see one another
+        for (int64_t start = 0, side = 1, length = 1; start < T; start += length, side++) {
+            length = side * side * side < T - start ? side * side * side : T - start;
+            spans[count++] = (mt_span){start, length, start, length, false};
         }
     if (kind == DECODE) { // T sequences of one new token, keys in caches of 40 rows each
         *keys = 40 * T;
@@ -950,6 +970,8 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
     return count;
 }
 
+static bool has_biases; // by distance: see attention_forward_biased
+
 /* Sizes: T, heads, groups, D, Dv, window, spans, dropout in percent. */
 typedef struct attention_case {
     mt_span spans[64];
@@ -963,8 +985,9 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
     mt_span *spans = r->ops->memory_alloc(count * (int64_t)sizeof *spans);
     r->ops->memory_copy(spans, a->spans, count * (int64_t)sizeof *spans, r->stream);
     r->buffers[r->num_buffers++] = (buffer){spans, 0, MT_U8, false};
-    bool fused = D == Dv && a->queries == a->keys; // one buffer of q, k and v, as the layer has it
-    int64_t width = (H + 2 * G) * D, size = mt_dtype_size(r->dtype);
+    bool latent = H == G && D != Dv; // whose q, k and v are arrays of their own; other layers have one for all
+    bool fused = !latent && a->queries == a->keys;
+    int64_t width = (H + G) * D + G * Dv, size = mt_dtype_size(r->dtype);
     a->call = (mt_attention){.num_heads = H,
                              .num_groups = G,
                              .head_size = D,
@@ -973,7 +996,7 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
                              .k_stride = fused ? width : G * D,
                              .v_stride = fused ? width : G * Dv,
                              .out_stride = H * Dv,
-                             .window = n[5],
+                             .window = has_biases ? 0 : n[5],
                              .spans = {a->spans, spans, count},
                              .scale = 1 / sqrtf((float)D),
                              .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
@@ -985,6 +1008,10 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
     a->call.q = input(r, fused ? a->queries * width : a->queries * H * D);
     a->call.k = fused ? (const char *)a->call.q + H * D * size : input(r, a->keys * G * D);
     a->call.v = fused ? (const char *)a->call.q + (H + G) * D * size : input(r, a->keys * G * Dv);
+    if (!has_biases) return;
+    int64_t buckets = llabs(n[5]), most = buckets < 16 ? 20 : buckets > 32 ? 1000 : 128;
+    a->call.bias = (mt_relative_bias){
+        .w = input(r, buckets * H), .buckets = buckets, .max_distance = most, .bidirectional = n[5] > 0};
 }
 
 static void attention_forward(run *r, const int64_t *n) {
@@ -1008,8 +1035,21 @@ static void attention_backward(run *r, const int64_t *n) {
     char *dq = c->dq = output(r, a.queries * c->q_stride);
     c->dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * c->k_stride);
     c->dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * c->v_stride);
+    if (has_biases) c->bias.dw = float_changed(r, c->bias.buckets * n[1], NORMAL);
     r->ops->attention_forward(c, r->dtype, r->stream);
     r->ops->attention_backward(c, r->dtype, r->stream);
+}
+
+/* n[5]: buckets of distances; less than 0: those of a decoder, where later keys have none of their own. */
+static void attention_forward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_forward(r, n);
+    has_biases = false;
+}
+static void attention_backward_biased(run *r, const int64_t *n) {
+    has_biases = true;
+    attention_backward(r, n);
+    has_biases = false;
 }
 
 /* ---- sparse attention */
@@ -1426,6 +1466,29 @@ static void gated_norm_backward(run *r, const int64_t *n) {
     r->ops->gated_norm_backward(&a, r->dtype, r->stream);
 }
 
+/* Of groups of heads that other ranks share: the means come from all ranks. */
+static void gated_norm_forward_means(run *r, const int64_t *n) {
+    mt_gated_norm_args a = make_gated_norm(r, n);
+    a.y = output(r, a.T * a.H * a.D), a.rstd = float_output(r, a.T * a.H);
+    a.means = float_input(r, a.T * a.H, POSITIVE);
+    r->ops->gated_norm_forward(&a, r->dtype, r->stream);
+}
+
+static void gated_norm_backward_means(run *r, const int64_t *n) {
+    mt_gated_norm_args a = make_gated_norm(r, n);
+    a.rstd = float_input(r, a.T * a.H, POSITIVE), a.dy = input(r, a.T * a.H * a.D);
+    a.dx = output(r, a.T * a.H * a.D), a.dz = output(r, a.T * a.dz_stride);
+    a.dw = float_changed(r, a.H * a.D, NORMAL), a.means = float_input(r, a.T * a.H, NORMAL);
+    r->ops->gated_norm_backward(&a, r->dtype, r->stream);
+}
+
+static void gated_norm_means(run *r, const int64_t *n) {
+    mt_gated_norm_args a = make_gated_norm(r, n);
+    r->ops->gated_norm_means(&a, float_output(r, a.T * a.H), r->dtype, r->stream);
+    a.dy = input(r, a.T * a.H * a.D);
+    r->ops->gated_norm_means(&a, float_output(r, a.T * a.H), r->dtype, r->stream);
+}
+
 /* Sizes: T, C, gap between rows of x and dz. */
 static mt_multiply_args make_multiply(run *r, const int64_t *n) {
     mt_multiply_args a = {.T = n[0], .C = n[1], .x_stride = n[1] + n[2], .z_stride = n[1], .y_stride = n[1]};
@@ -1572,6 +1635,8 @@ static const int64_t activation_shapes[][MAX_SIZES] = {{1, 100003, MT_ACTIVATION
                                                        ROWS_OF(MT_ACTIVATION_GELU_TANH, 1),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SQUARED_RELU, 1),
+                                                       ROWS_OF(MT_ACTIVATION_RELU, 0),
+                                                       {33, 64, MT_ACTIVATION_RELU, 1, 0, 0},
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 0),
                                                        ROWS_OF(MT_ACTIVATION_SWIGLU, 1),
                                                        ROWS_OF(MT_ACTIVATION_QUICK_GEGLU, 0),
@@ -1625,36 +1690,49 @@ static const int64_t attention_shapes[][MAX_SIZES] = {
     {77, 2, 2, 32, 32, 0, FEW_KEYS, 0},   {90, 2, 1, 24, 16, 0, ONE, 0},
     {50, 2, 2, 192, 128, 0, FULL, 0},     {70, 4, 2, 64, 64, 0, PACKED, 30},
     {40, 2, 1, 128, 128, 9, ONE, 50},     {300, 4, 2, 64, 64, 0, ONE, 10},
-    {180, 2, 2, 192, 128, 0, ONE, 10},    {0}};
+    {180, 2, 2, 192, 128, 0, ONE, 10},    {150, 4, 2, 24, 16, 0, PACKED, 0},
+    {300, 8, 2, 192, 128, 0, PACKED, 0},  {260, 8, 1, 192, 128, 128, ONE, 0},
+    {333, 4, 2, 128, 64, 50, ONE, 0},     {90, 6, 2, 12, 8, 8, ONE, 0},
+    {33, 16, 2, 192, 128, 0, DECODE, 0},  {40, 8, 4, 64, 96, 7, DECODE, 0},
+    {300, 3, 3, 80, 80, 0, WINDOWS, 0},   {200, 2, 2, 72, 72, 0, WINDOWS, 0},
+    {100, 2, 2, 12, 12, 0, WINDOWS, 0},   {700, 4, 4, 64, 64, 0, WINDOWS, 0},
+    {77, 4, 2, 40, 72, 0, FEW_KEYS, 0},   {0}};
+static const int64_t bias_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 32, FULL, 0},
+                                                 {7, 2, 2, 16, 16, 32, FULL, 0},
+                                                 {300, 4, 4, 64, 64, 32, FULL, 0},
+                                                 {300, 3, 3, 64, 64, -32, ONE, 0},
+                                                 {129, 6, 2, 128, 128, 64, FULL, 0},
+                                                 {200, 2, 1, 32, 16, -64, ONE, 0},
+                                                 {500, 2, 2, 64, 64, 64, FULL, 0},
+                                                 {400, 4, 2, 64, 64, -32, PACKED, 0},
+                                                 {60, 4, 4, 64, 64, -32, DECODE, 0},
+                                                 {77, 2, 2, 40, 40, -8, FEW_KEYS, 0},
+                                                 {140, 4, 2, 64, 64, -32, SHARED_KEYS, 0},
+                                                 {100, 2, 2, 24, 24, 4, FULL, 0},
+                                                 {333, 4, 4, 64, 64, 32, FULL, 10},
+                                                 {150, 2, 2, 64, 64, -2, ONE, 20},
+                                                 {90, 4, 2, 64, 64, -32, CONTINUED, 0},
+                                                 {0}};
 
-static const int64_t indexer_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {40, 4, 16, 6, ONE, MT_TIES_FIRST, 0, 0},
-                                                    {333, 6, 8, 5, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {700, 64, 128, 64, ONE, MT_TIES_TORCH, 0},
-                                                    {700, 64, 128, 64, ONE, MT_TIES_FIRST, 0, 333},
-                                                    {1500, 16, 64, 3, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {1025, 3, 24, 100, ONE, MT_TIES_FIRST, 0, 0},
-                                                    {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},
-                                                    {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
-                                                    {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},
-                                                    {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
-                                                    {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0},
-                                                    {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
-                                                    {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
-                                                    {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},
-                                                    {0}};
-static const int64_t indexer_loss_shapes[][MAX_SIZES] = {{1, 1, 8, 1, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 1, 0, 0},
-                                                         {40, 4, 16, 6, ONE, 0, 0, 0},
-                                                         {200, 64, 128, 32, ONE, 1, 0, 128},
-                                                         {200, 64, 128, 32, ONE, 0, 100, 64},
-                                                         {150, 3, 33, 5, PACKED, 1, 0, 64},
-                                                         {150, 3, 33, 5, PACKED, 0, 20, 0},
-                                                         {100, 130, 24, 7, ONE, 1, 30, 0},
-                                                         {90, 20, 40, 9, CONTINUED, 1, 0, 0},
-                                                         {150, 16, 64, 5, PACKED, 1, 0, 0},
-                                                         {0}};
+static const int64_t indexer_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 1, ONE, MT_TIES_TORCH, 0, 0},           {40, 4, 16, 6, ONE, MT_TIES_TORCH, 0, 0},
+    {40, 4, 16, 6, ONE, MT_TIES_FIRST, 0, 0},         {333, 6, 8, 5, ONE, MT_TIES_TORCH, 0, 0},
+    {700, 64, 128, 64, ONE, MT_TIES_TORCH, 0},        {700, 64, 128, 64, ONE, MT_TIES_FIRST, 0, 333},
+    {1500, 16, 64, 3, ONE, MT_TIES_TORCH, 0, 0},      {1025, 3, 24, 100, ONE, MT_TIES_FIRST, 0, 0},
+    {300, 32, 128, 20, PACKED, MT_TIES_TORCH, 0, 0},  {300, 20, 40, 7, PACKED, MT_TIES_FIRST, 0, 11},
+    {50, 8, 32, 9, DECODE, MT_TIES_TORCH, 0, 0},      {50, 64, 128, 12, DECODE, MT_TIES_FIRST, 1, 0},
+    {90, 40, 96, 15, CONTINUED, MT_TIES_TORCH, 0, 0}, {90, 4, 33, 15, CONTINUED, MT_TIES_FIRST, 1, 0},
+    {3000, 4, 16, 64, ONE, MT_TIES_TORCH, 0, 0},      {333, 64, 128, 17, CONTINUED, MT_TIES_FIRST, 0, 0},
+    {333, 32, 128, 17, FULL, MT_TIES_TORCH, 0, 100},  {130, 65, 16, 8, ONE, MT_TIES_TORCH, 0, 0},
+    {130, 2, 136, 8, FULL, MT_TIES_FIRST, 0, 2},      {0}};
+static const int64_t indexer_loss_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 1, ONE, 1, 0, 0},          {40, 4, 16, 6, ONE, 1, 0, 0},
+    {40, 4, 16, 6, ONE, 0, 0, 0},        {200, 64, 128, 32, ONE, 1, 0, 128},
+    {200, 64, 128, 32, ONE, 0, 100, 64}, {300, 32, 128, 20, PACKED, 1, 0, 192},
+    {200, 64, 64, 9, ONE, 1, 30, 64},    {90, 48, 128, 9, CONTINUED, 1, 0, 0},
+    {150, 3, 33, 5, PACKED, 1, 0, 64},   {150, 3, 33, 5, PACKED, 0, 20, 0},
+    {100, 130, 24, 7, ONE, 1, 30, 0},    {90, 20, 40, 9, CONTINUED, 1, 0, 0},
+    {150, 16, 64, 5, PACKED, 1, 0, 0},   {0}};
 static const int64_t sparse_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
                                                    {40, 2, 2, 16, 8, 6, ONE, 0},
                                                    {300, 4, 2, 64, 64, 40, ONE, 0},
@@ -1667,6 +1745,13 @@ static const int64_t sparse_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
                                                    {90, 4, 2, 24, 16, 7, CONTINUED, 0},
                                                    {70, 4, 2, 64, 64, 12, ONE, 30},
                                                    {200, 2, 2, 96, 64, 500, ONE, 0},
+                                                   {700, 2, 2, 192, 128, 90, ONE, 0},
+                                                   {333, 4, 4, 192, 128, 50, PACKED, 0},
+                                                   {450, 4, 2, 128, 128, 60, PACKED, 0},
+                                                   {260, 3, 3, 64, 64, 30, PACKED, 0},
+                                                   {150, 2, 2, 128, 128, 20, CONTINUED, 0},
+                                                   {140, 4, 2, 64, 64, 30, SHARED_KEYS, 0},
+                                                   {260, 2, 2, 64, 64, 40, FEW_KEYS, 0},
                                                    {0}};
 static const int64_t sparse_decode_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE, 0},
                                                           {300, 2, 2, 192, 128, 33, ONE, 0},
@@ -1678,11 +1763,20 @@ static const int64_t sparse_decode_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 1, ONE
                                                           {90, 4, 2, 24, 16, 7, CONTINUED, 0},
                                                           {70, 4, 2, 64, 64, 12, ONE, 30},
                                                           {200, 2, 2, 96, 64, 500, ONE, 0},
+                                                          {700, 2, 2, 192, 128, 90, ONE, 0},
+                                                          {333, 4, 4, 192, 128, 50, PACKED, 0},
+                                                          {450, 4, 2, 128, 128, 60, PACKED, 0},
+                                                          {260, 3, 3, 64, 64, 30, PACKED, 0},
+                                                          {150, 2, 2, 128, 128, 20, CONTINUED, 0},
                                                           {0}};
 static const int64_t shares_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 8, 0, 1, ONE, 1},        {40, 4, 4, 24, 0, 6, ONE, 1},        {40, 4, 2, 33, 0, 6, ONE, 0},
-    {200, 3, 3, 192, 128, 20, ONE, 1}, {200, 3, 3, 192, 64, 20, ONE, 0},    {150, 2, 1, 40, 64, 5, PACKED, 1},
-    {150, 2, 2, 64, 0, 5, PACKED, 0},  {90, 2, 2, 16, 10, 5, CONTINUED, 1}, {0}};
+    {1, 1, 1, 8, 0, 1, ONE, 1},          {40, 4, 4, 24, 0, 6, ONE, 1},
+    {40, 4, 2, 33, 0, 6, ONE, 0},        {200, 3, 3, 192, 128, 20, ONE, 1},
+    {200, 3, 3, 192, 64, 20, ONE, 0},    {150, 2, 1, 40, 64, 5, PACKED, 1},
+    {150, 2, 2, 64, 0, 5, PACKED, 0},    {90, 2, 2, 16, 10, 5, CONTINUED, 1},
+    {150, 2, 1, 64, 64, 5, PACKED, 1},   {200, 4, 2, 128, 100, 20, PACKED, 1},
+    {700, 3, 3, 128, 500, 20, ONE, 1},   {140, 2, 2, 64, 40, 5, SHARED_KEYS, 1},
+    {100, 2, 2, 64, 30, 5, FEW_KEYS, 1}, {0}};
 
 static const int64_t merge_shapes[][MAX_SIZES] = {
     {1, 1, 0, 0, 8, 0, ONE, 0},       {100, 4, 0, 1, 64, 0, ONE, 8},    {129, 3, 1, 0, 128, 0, PACKED, 0},
@@ -1717,7 +1811,21 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {99, 160, 6, PADDED | PRE_SOFTMAX | EQUALS, 40, 2, 4},
                                                    {41, 520, 4, PADDED | PRE_SOFTMAX | WRONG, 130, 2, 2},
                                                    {50, 33, 1, PADDED | SIGMOID, 0, 0, 1},
+                                                   {130, 8, 2, BIASED | OF_LOGITS | EQUALS | WRONG, 0, 0, 3},
+                                                   {99, 128, 8, BIASED | OF_LOGITS | PRE_SOFTMAX | PADDED, 0, 0, 1},
+                                                   {64, 600, 4, BIASED | OF_LOGITS | SIGMOID, 0, 0, 1},
                                                    {0}};
+static const int64_t quantile_shapes[][MAX_SIZES] = {{1, 2, 1, 0},
+                                                     {7, 8, 2, 0},
+                                                     {130, 8, 2, EQUALS | WRONG},
+                                                     {333, 128, 8, PADDED | WRONG},
+                                                     {2049, 33, 4, EQUALS},
+                                                     {5000, 256, 32, PADDED},
+                                                     {90, 96, 95, WRONG},
+                                                     {41, 520, 4, PADDED | WRONG},
+                                                     {0}};
+static const int64_t quantile_bias_shapes[][MAX_SIZES] = {{1, 0, 1},   {8, 50, 1},    {33, 90, -1},
+                                                          {256, 0, 1}, {1000, 25, 1}, {0}};
 static const int64_t router_logit_shapes[][MAX_SIZES] = {
     {1, 8, 16}, {7, 33, 17}, {130, 8, 96}, {333, 128, 512}, {1, 8, 16, 1}, {130, 33, 96, 1}, {333, 128, 512, 1}, {0}};
 /* T, E, k, first, count, capacity, by position */
@@ -1746,11 +1854,19 @@ static const int64_t plan_shapes[][MAX_SIZES] = {{1, 1, 1, 0, 1, 1, 1, 0},
 /* sources, experts here, most rows */
 static const int64_t order_shapes[][MAX_SIZES] = {{1, 1, 3},   {1, 8, 100}, {8, 1, 100}, {4, 32, 700},
                                                   {64, 40, 9}, {2, 3, 0},   {0}};
-static const int64_t combine_shapes[][MAX_SIZES] = {
-    {1, 1, 1, 0},     {1000, 1, 1, 0}, {7, 2, 24, 1},   {100, 8, 2048, 0}, {65, 9, 33, 2},
-    {33, 16, 264, 2}, {300, 3, 8, 1},  {3001, 4, 1, 2}, {5, 8, 20000, 1},  {0}};
-static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344}, {33, 14336},
-                                                      {5, 4099}, {1001, 768}, {35, 100}, {0}};
+static const int64_t combine_shapes[][MAX_SIZES] = {{1, 1, 1, 0},
+                                                    {1000, 1, 1, 0},
+                                                    {7, 2, 24, 1},
+                                                    {100, 8, 2048, 0},
+                                                    {65, 9, 33, 2},
+                                                    {33, 16, 264, 2},
+                                                    {300, 3, 8, 1},
+                                                    {3001, 4, 1, 2},
+                                                    {5, 8, 20000, 1},
+                                                    {300, 1, 64, 2},
+                                                    {0}};
+static const int64_t row_scale_shapes[][MAX_SIZES] = {{1, 1},    {1, 24},     {7, 33},   {129, 344},   {33, 14336},
+                                                      {5, 4099}, {1001, 768}, {35, 100}, {300, 96, 1}, {0}};
 static const int64_t grouped_bias_shapes[][MAX_SIZES] = {{1, 1, 1},       {7, 33, 2},      {129, 344, 8}, {3, 24, 64},
                                                          {5000, 4099, 3}, {1001, 768, 64}, {35, 100, 1},  {0}};
 
@@ -1855,6 +1971,8 @@ static const int64_t gated_norm_shapes[][MAX_SIZES] = {
     {1, 1, 8, 0},        {7, 3, 16, 0},       {33, 4, 128, 8},    {129, 5, 100, 3},    {500, 2, 256, 0},
     {2000, 8, 128, 4},   {33, 4, 128, 8, 1},  {90, 3, 50, 1, 1},  {1, 1, 8, 0, 2},     {33, 4, 24, 1, 2},
     {300, 8, 512, 8, 2}, {70, 1, 3072, 0, 2}, {5, 2, 1111, 3, 2}, {3000, 2, 64, 8, 2}, {0}};
+static const int64_t group_norm_shapes[][MAX_SIZES] = {{1, 1, 8, 0, 2},     {33, 4, 24, 1, 2},  {300, 8, 512, 8, 2},
+                                                       {70, 1, 3072, 0, 2}, {5, 2, 1111, 3, 2}, {0}};
 static const int64_t multiply_shapes[][MAX_SIZES] = {{1, 1, 0},     {7, 33, 1},    {129, 344, 8},
                                                      {33, 4096, 0}, {500, 100, 4}, {0}};
 static operation operations[] = {
@@ -1886,6 +2004,8 @@ static operation operations[] = {
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"attention_forward with biases", attention_forward_biased, 5e-3, bias_shapes, {0}},
+    {"attention_backward with biases", attention_backward_biased, 1e-2, bias_shapes, {0}},
     {"indexer_forward", indexer_forward, 0, indexer_shapes, {0}},
     {"indexer_backward", indexer_backward, ONCE, indexer_loss_shapes, {0}},
     {"sparse_attention_forward", sparse_attention_forward, 5e-3, sparse_decode_shapes, {0}},
@@ -1920,6 +2040,9 @@ static operation operations[] = {
     {"ssd_carry_backward", ssd_carry_backward, 1e-5, ssd_map_shapes, {0}},
     {"gated_norm_forward", gated_norm_forward, ONCE, gated_norm_shapes, {0}},
     {"gated_norm_backward", gated_norm_backward, ONCE, gated_norm_shapes, {0}},
+    {"gated_norm_forward with means", gated_norm_forward_means, ONCE, group_norm_shapes, {0}},
+    {"gated_norm_backward with means", gated_norm_backward_means, ONCE, group_norm_shapes, {0}},
+    {"gated_norm_means", gated_norm_means, 1e-5, group_norm_shapes, {0}},
     {"multiply_forward", multiply_forward, ONCE, multiply_shapes, {0}},
     {"multiply_backward", multiply_backward, ONCE, multiply_shapes, {0}},
     {"scale_rows", scale_rows, ONCE, multiply_shapes, {0}},
@@ -1958,6 +2081,8 @@ static operation operations[] = {
     {"scale_rows_forward", scale_rows_forward, ONCE, row_scale_shapes, {0}},
     {"scale_rows_backward", scale_rows_backward, ONCE, row_scale_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},
+    {"quantile_sums", quantile_sums, 1e-5, quantile_shapes, {0}},
+    {"quantile_bias_step", quantile_bias_step, 1e-5, quantile_bias_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},

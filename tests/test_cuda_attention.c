@@ -5,7 +5,8 @@
  * Outputs are rounded once, and weights before they meet values: 1.6e-3 expected, 4e-3 allowed. Gradients are rounded
  * once, gradients of scores before they meet queries and keys, and once more a span where spans share keys: 1.6e-3 to
  * 5e-3 expected, 8e-3 allowed. A wrong element or a key too few is far more. No single element is off by 2e-2 of the
- * largest. Where everything cancels, as for a sequence of one token, 1e-5 is the rounding of fp32 sums. */
+ * largest. Where everything cancels, as for a sequence of one token, 1e-5 is the rounding of fp32 sums. Gradients of
+ * biases are sums in fp32 of numbers that nothing rounds before: 1e-3 allowed, and 1e-4 where they cancel. */
 #include "cuda_harness.h"
 
 #ifdef MT_HAVE_CUDA
@@ -61,6 +62,8 @@ typedef struct problem {
     double dropout;
     int64_t first_head;
     int64_t (*index_of)(int64_t row); // with dropout: the token numbers of rows
+    int64_t buckets, max_distance;    // of biases by distance; 0: none
+    bool bidirectional;
     int64_t Tq, Tk, count;
     mt_span spans[MAX_SPANS];
 } problem;
@@ -101,6 +104,8 @@ typedef struct operands {
     uint16_t *qkv, *dout, *out, *dqkv;
     float *lse;
     int64_t *q_index, *k_index; // NULL without dropout
+    uint16_t *biases;           // [buckets, H], and their gradients
+    float *dbiases;
 } operands;
 
 enum { GUARD = 64, PADDING = 8 };
@@ -124,6 +129,7 @@ static operands operands_new(const problem *p) {
     spoil_other_rows(p, true, o.qkv + k_at(p), o.stride, end_at(p) - k_at(p));
     spoil_other_rows(p, false, o.dout, o.out_stride, p->H * values_of(p));
     o.q_index = new_indices(p, p->Tq), o.k_index = new_indices(p, p->Tk);
+    o.biases = new_random(p->buckets * p->H + 1), o.dbiases = mt_calloc((p->buckets * p->H + 1) * 4);
     o.out = new_poisoned(o.num_out);
     o.dqkv = new_poisoned(o.num_qkv);
     o.lse = mt_malloc(o.num_lse * 4);
@@ -133,28 +139,30 @@ static operands operands_new(const problem *p) {
 
 /* The arguments of a call without its operands. */
 static mt_attention shape_of(const problem *p, const operands *o) {
-    return (mt_attention){.num_heads = p->H,
-                          .num_groups = p->G,
-                          .head_size = p->D,
-                          .value_size = values_of(p),
-                          .q_stride = o->stride,
-                          .k_stride = o->stride,
-                          .v_stride = o->stride,
-                          .out_stride = o->out_stride,
-                          .spans = {.host = p->spans, .device = p->spans, .count = p->count},
-                          .window = p->window,
-                          .backend = p->backend,
-                          .dropout = {p->dropout, 0xabcdef0123ull},
-                          .first_head = p->first_head,
-                          .q_index = o->q_index,
-                          .k_index = o->k_index,
-                          .scale = 2.5f / sqrtf((float)p->D)};
+    return (mt_attention){
+        .num_heads = p->H,
+        .num_groups = p->G,
+        .head_size = p->D,
+        .value_size = values_of(p),
+        .q_stride = o->stride,
+        .k_stride = o->stride,
+        .v_stride = o->stride,
+        .out_stride = o->out_stride,
+        .spans = {.host = p->spans, .device = p->spans, .count = p->count},
+        .window = p->window,
+        .backend = p->backend,
+        .dropout = {p->dropout, 0xabcdef0123ull},
+        .first_head = p->first_head,
+        .q_index = o->q_index,
+        .k_index = o->k_index,
+        .bias = {.buckets = p->buckets, .max_distance = p->max_distance, .bidirectional = p->bidirectional},
+        .scale = 2.5f / sqrtf((float)p->D)};
 }
 
 /* The same in fp32 by the CPU. The backward starts from the out and lse that it is given, as a rung's backward starts
  * from its own: their rounding is the forward's error, which the forward's check bounds. */
 typedef struct answer {
-    float *out, *lse, *dqkv;
+    float *out, *lse, *dqkv, *dbiases;
 } answer;
 
 static answer answer_of(const problem *p, const operands *given) {
@@ -165,13 +173,16 @@ static answer answer_of(const problem *p, const operands *given) {
     answer a = {.out = as_floats(untouched_out, given->num_out), .dqkv = as_floats(untouched, given->num_qkv)};
     float *row_dot = mt_malloc(given->num_lse * 4), *dk = a.dqkv + k_at(p), *dv = a.dqkv + v_at(p);
     a.lse = mt_malloc(given->num_lse * 4);
+    float *biases = as_floats(given->biases, p->buckets * p->H + 1);
+    a.dbiases = mt_calloc((p->buckets * p->H + 1) * 4);
+    if (p->buckets > 0) call.bias.w = biases, call.bias.dw = a.dbiases;
     for (int64_t i = 0; i < given->num_lse; i++) a.lse[i] = NO_LSE;
     call.q = qkv, call.k = k, call.v = v, call.out = a.out, call.lse = a.lse;
     mt_cpu_ops.attention_forward(&call, MT_F32, NULL);
     call.dq = a.dqkv, call.dk = dk, call.dv = dv, call.row_dot = row_dot, call.dout = dout;
     call.out = out, call.lse = given->lse;
     mt_cpu_ops.attention_backward(&call, MT_F32, NULL);
-    free(qkv), free(dout), free(out), free(row_dot), free(untouched_out), free(untouched);
+    free(qkv), free(dout), free(out), free(row_dot), free(untouched_out), free(untouched), free(biases);
     return a;
 }
 
@@ -192,7 +203,10 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     mt_span *device_spans = to_gpu(p->spans, (p->count + 1) * (int64_t)sizeof(mt_span));
     uint16_t *qkv = to_gpu(o->qkv, o->num_qkv * 2), *dqkv = to_gpu(o->dqkv, o->num_qkv * 2);
     float *row_dot = to_gpu(o->lse, o->num_lse * 4);
-    int64_t k = k_at(p), v = v_at(p);
+    int64_t k = k_at(p), v = v_at(p), num_biases = p->buckets * p->H;
+    uint16_t *biases = to_gpu(o->biases, num_biases * 2 + 2);
+    float *dbiases = to_gpu(o->dbiases, num_biases * 4 + 4);
+    if (num_biases > 0) call.bias.w = biases, call.bias.dw = dbiases;
     call.spans.device = device_spans;
     if (p->dropout > 0) call.q_index = to_gpu(o->q_index, p->Tq * 8), call.k_index = to_gpu(o->k_index, p->Tk * 8);
     call.q = qkv, call.k = qkv + k, call.v = qkv + v;
@@ -205,7 +219,8 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
-    void *all[] = {device_spans, qkv, dqkv, row_dot, call.out, call.lse, (void *)call.dout};
+    from_gpu(o->dbiases, dbiases, num_biases * 4);
+    void *all[] = {device_spans, qkv, dqkv, row_dot, call.out, call.lse, (void *)call.dout, biases, dbiases};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu->memory_free(all[i]);
     if (p->dropout > 0) gpu->memory_free((void *)call.q_index), gpu->memory_free((void *)call.k_index);
     return served;
@@ -220,6 +235,9 @@ static void describe(const problem *p) {
         print_error(" dropout %g, rows 0 and 1 are tokens %lld and %lld", p->dropout, (long long)p->index_of(0),
                     (long long)p->index_of(1));
     print_error("\n");
+    if (p->buckets > 0)
+        print_error("%d buckets to distance %d%s\n", (int)p->buckets, (int)p->max_distance,
+                    p->bidirectional ? ", bidirectional" : "");
     for (int64_t i = 0; i < p->count; i++)
         print_error("  queries %d + %d, keys %d + %d%s\n", (int)p->spans[i].q_start, (int)p->spans[i].q_len,
                     (int)p->spans[i].k_start, (int)p->spans[i].k_len, p->spans[i].causal ? ", causal" : "");
@@ -268,6 +286,15 @@ static void assert_answer(const char *rung, const problem *p, const operands *o,
         snprintf(what, sizeof what, "%s: %s", rung, parts[i].name);
         assert_columns(what, p, o->dqkv, a->dqkv, o->num_qkv, o->stride, parts[i].first, parts[i].width, 8e-3);
     }
+    double error = 0, size = 0, count = (double)(p->buckets * p->H);
+    for (int64_t i = 0; i < p->buckets * p->H; i++) {
+        double w = (double)a->dbiases[i], difference = (double)o->dbiases[i] - w;
+        error += difference * difference, size += w * w;
+    }
+    if (!(sqrt(error) <= 1e-3 * sqrt(size) + 1e-4 * sqrt(count))) {
+        describe(p);
+        fail_msg("%s: gradients of biases: error %.3g of norm %.3g", rung, sqrt(error), sqrt(size));
+    }
     for (int64_t i = 0; i < o->num_lse; i++) {
         bool near = a->lse[i] == o->lse[i] || fabsf(a->lse[i] - o->lse[i]) <= 1e-4f * (1 + fabsf(a->lse[i]));
         if (near) continue;
@@ -277,29 +304,30 @@ static void assert_answer(const char *rung, const problem *p, const operands *o,
 }
 
 /* Fresh outputs for the same inputs. */
-static operands operands_again(const operands *from) {
+static operands operands_again(const problem *p, const operands *from) {
     operands o = *from;
     o.out = new_poisoned(o.num_out);
     o.dqkv = new_poisoned(o.num_qkv);
     o.lse = mt_malloc(o.num_lse * 4);
     for (int64_t i = 0; i < o.num_lse; i++) o.lse[i] = NO_LSE;
+    o.dbiases = mt_calloc((p->buckets * p->H + 1) * 4);
     return o;
 }
 
 static void outputs_free(operands *o) {
-    free(o->out), free(o->dqkv), free(o->lse);
+    free(o->out), free(o->dqkv), free(o->lse), free(o->dbiases);
 }
 
 static void inputs_free(operands *o) {
-    free(o->qkv), free(o->dout), free(o->q_index), free(o->k_index);
+    free(o->qkv), free(o->dout), free(o->q_index), free(o->k_index), free(o->biases);
 }
 
 static void check_rung(const mt_attention_rung *rung, const problem *p, const operands *inputs, bool must) {
-    operands o = operands_again(inputs);
+    operands o = operands_again(p, inputs);
     if (run_rung(rung, p, &o, p->deterministic ? deterministic_stream : stream)) {
         answer a = answer_of(p, &o);
         assert_answer(rung->name, p, &o, &a);
-        free(a.out), free(a.lse), free(a.dqkv);
+        free(a.out), free(a.lse), free(a.dqkv), free(a.dbiases);
     } else if (must) {
         describe(p);
         fail_msg("%s does not serve it", rung->name);
@@ -315,11 +343,12 @@ static bool is_hopper(void) {
 }
 
 /* The rungs from the first on that have to serve a problem. The Hopper rung has the two usual head sizes and latent
- * attention's, without dropout, and the next one only decodes; 256, and 128 or dropout where a block has 64 KiB, a GPU
- * with little shared memory may leave to the definition. */
+ * attention's, without dropout and biases, and the next one only decodes; 256, and 128 or dropout where a block has 64
+ * KiB, a GPU with little shared memory may leave to the definition. */
 static int must_serve(const problem *p) {
     int64_t Dv = values_of(p);
     bool latent = p->D == 192 && Dv == 128;
+    if (p->buckets > 0) return !gpu->limits.no_delta && p->D <= 128 && Dv <= 128 && p->max_distance <= 128 ? 2 : 1;
     if (gpu->limits.no_delta) return p->D <= 64 && Dv <= 64 && p->dropout <= 0 ? 2 : 1; // 64 KiB of shared memory
     if (p->dropout > 0) return (p->D <= 128 && Dv <= 128) || latent ? 2 : 1;
 #ifdef MT_HAVE_SM90A
@@ -335,13 +364,13 @@ static const mt_attention_rung *implementation(int r) {
     return r == MT_NUM_ATTENTION_RUNGS ? &mt_attention_cudnn : &mt_attention_unordered;
 }
 
-/* By all rungs. cuDNN is checked where it serves the problem. Those without dropout leave it to others. */
+/* By all rungs. cuDNN is checked where it serves the problem. Those without dropout or biases leave them to others. */
 static void check(const problem *p) {
     operands inputs = operands_new(p);
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) check_rung(&mt_attention_rungs[r], p, &inputs, r < must_serve(p));
     check_rung(&mt_attention_cudnn, p, &inputs, false);
     check_rung(&mt_attention_unordered, p, &inputs, must_serve(p) > 2 && p->D == 128 && values_of(p) == 128);
-    for (int r = 2; r <= MT_NUM_ATTENTION_RUNGS + 1 && p->dropout > 0; r++)
+    for (int r = 2; r <= MT_NUM_ATTENTION_RUNGS + 1 && (p->dropout > 0 || p->buckets > 0); r++)
         assert_false(run_rung(implementation(r), p, &inputs, stream));
     inputs_free(&inputs);
     outputs_free(&inputs);
@@ -581,6 +610,49 @@ static void dropout_of_long_sequences_matches_the_cpu(void **state) {
     check_dropped(p, 0.1, from_an_odd_number);
 }
 
+/* ---- biases by distance ------------------------------------------------------------------------------------------ */
+
+static void check_biased(int64_t H, int64_t G, int64_t D, int64_t q_len, int64_t k_len, int64_t buckets, int64_t most,
+                         bool bidirectional) {
+    problem p = {.H = H, .G = G, .D = D, .Tq = q_len, .Tk = k_len, .count = 1};
+    p.buckets = buckets, p.max_distance = most, p.bidirectional = bidirectional;
+    p.spans[0] = (mt_span){0, q_len, 0, k_len, !bidirectional};
+    check(&p);
+}
+
+static void biases_of_every_length_around_a_tile_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t lengths[] = {1, 2, 15, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257, 400};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int both = 0; both < 2; both++) {
+            check_biased(2, 2, 64, lengths[i], lengths[i], 32, 128, both);
+            check_biased(2, 1, 128, lengths[i], lengths[i], 32, 128, both);
+            check_biased(2, 1, 40, lengths[i], 150, 32, 128, both); // also more queries than keys
+        }
+}
+
+static void biases_of_any_buckets_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t buckets[][2] = {{4, 3}, {6, 128}, {4, 20}, {8, 16}, {64, 33}, {64, 128}, {32, 1000}, {62, 100}};
+    for (size_t i = 0; i < sizeof buckets / sizeof *buckets; i++)
+        for (int both = 0; both < 2; both++) check_biased(4, 2, 64, 600, 600, buckets[i][0], buckets[i][1], both);
+}
+
+static void biases_of_random_spans_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int i = 0; i < 30; i++) {
+        problem p = random_problem();
+        p.buckets = 32, p.max_distance = 128, p.bidirectional = random_below(2);
+        if (i % 2 == 0)
+            check(&p);
+        else
+            check_dropped(p, 0.3, token_numbers[random_below(NUM_TOKEN_NUMBERS)]);
+    }
+}
+
 /* ---- repeats, cuDNN and the table ------------------------------------------------------------------------------- */
 
 /* Several runs with a workspace, and, unless the backward takes another kernel then, one without. */
@@ -593,7 +665,7 @@ static void check_repeats(problem p, bool without_workspace) {
         bool served = run_rung(&mt_attention_rungs[r], &p, &first, stream);
         assert_true(served || r >= must_serve(&p));
         for (int i = 0; i < 4 && served; i++) {
-            operands again = operands_again(&first);
+            operands again = operands_again(&p, &first);
             assert_true(run_rung(&mt_attention_rungs[r], &p, &again, i == 3 && without_workspace ? NULL : stream));
             assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
             assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
@@ -624,7 +696,7 @@ static void ordered_sums_of_many_tiles_repeat_bit_for_bit(void **state) {
     operands first = operands_new(&p);
     assert_true(run_rung(&table, &p, &first, deterministic_stream));
     for (int i = 0; i < 5; i++) {
-        operands again = operands_again(&first);
+        operands again = operands_again(&p, &first);
         assert_true(run_rung(&table, &p, &again, deterministic_stream));
         assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
         outputs_free(&again);
@@ -645,7 +717,7 @@ static void no_workspace_matches_the_cpu(void **state) {
     if (served) {
         answer a = answer_of(&p, &o);
         assert_answer("two kernels", &p, &o, &a);
-        free(a.out), free(a.lse), free(a.dqkv);
+        free(a.out), free(a.lse), free(a.dqkv), free(a.dbiases);
     }
     inputs_free(&o);
     outputs_free(&o);
@@ -797,7 +869,7 @@ static void deterministic_auto_repeats_bit_for_bit(void **state) {
     if (!gpu) skip();
     problem p = batch(2, 1024, 1024, 0, true);
     mt_stream *on = deterministic_stream;
-    operands first = operands_new(&p), again = operands_again(&first), flash = operands_again(&first);
+    operands first = operands_new(&p), again = operands_again(&p, &first), flash = operands_again(&p, &first);
     assert_true(run_rung(&table, &p, &first, on) && run_rung(&table, &p, &again, on));
     p.backend = MT_ATTENTION_FLASH;
     assert_true(run_rung(&table, &p, &flash, on));
@@ -830,6 +902,9 @@ int main(void) {
         cmocka_unit_test(dropout_with_windows_and_grouped_heads_matches_the_cpu),
         cmocka_unit_test(dropout_of_random_spans_matches_the_cpu),
         cmocka_unit_test(dropout_of_long_sequences_matches_the_cpu),
+        cmocka_unit_test(biases_of_every_length_around_a_tile_match_the_cpu),
+        cmocka_unit_test(biases_of_any_buckets_match_the_cpu),
+        cmocka_unit_test(biases_of_random_spans_match_the_cpu),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(ordered_sums_of_many_tiles_repeat_bit_for_bit),
         cmocka_unit_test(no_workspace_matches_the_cpu),
@@ -846,6 +921,7 @@ int main(void) {
         IN_FP16(grouped_heads_match_the_cpu),
         IN_FP16(random_spans_match_the_cpu),
         IN_FP16(dropout_of_random_spans_matches_the_cpu),
+        IN_FP16(biases_of_random_spans_match_the_cpu),
         IN_FP16(two_runs_repeat_bit_for_bit),
         IN_FP16(cudnn_serves_batches_and_matches_the_cpu),
         IN_FP16(a_nan_in_attention_stays_a_nan),

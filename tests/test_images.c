@@ -138,13 +138,15 @@ static void sizes_follow_the_processor(void **state) {
     assert_non_null(strstr(error.text, "p: 201 x 1 pixels; a side may be at most 200 times the other one"));
 }
 
-static void write_config(const char *text) {
-    char path[512];
-    snprintf(path, sizeof path, "%s/preprocessor_config.json", root);
-    FILE *file = fopen(path, "w");
+static void write_file(const char *name, const char *text) {
+    FILE *file = fopen(at(name), "w");
     assert_non_null(file);
     fputs(text, file);
     fclose(file);
+}
+
+static void write_config(const char *text) {
+    write_file("preprocessor_config.json", text);
 }
 
 static void the_processors_file_is_read(void **state) {
@@ -171,6 +173,18 @@ static void the_processors_file_is_read(void **state) {
         assert_int_equal(mt_image_config_read(&config, &o, root, &error), -1);
         if (!strstr(error.text, bad[i].message)) fail_msg("'%s' instead of '%s'", error.text, bad[i].message);
     }
+    // transformers 5 writes the processor's own file, which counts if it has the image processor
+    write_file("processor_config.json",
+               "{\"image_processor\": {\"size\": {\"longest_edge\": 7000}}, \"min_pixels\": 9}");
+    assert_int_equal(mt_image_config_read(&config, &o, root, &error), 0);
+    assert_int_equal(config.max_pixels, 7000), assert_int_equal(config.min_pixels, 4 * 8 * 8);
+    write_file("processor_config.json", "{\"processor_class\": \"Qwen2_5_VLProcessor\"}");
+    write_config("{\"max_pixels\": 8000}");
+    assert_int_equal(mt_image_config_read(&config, &o, root, &error), 0);
+    assert_int_equal(config.max_pixels, 8000);
+    write_file("processor_config.json", "[]");
+    assert_int_equal(mt_image_config_read(&config, &o, root, &error), -1);
+    assert_non_null(strstr(error.text, "processor_config.json: is not a JSON object"));
 }
 
 int main(void) {

@@ -3935,10 +3935,35 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
     expect_error(RUN "--fp16 --fp8-format e4m3", "--fp8-format and --fp16 exclude each other; leave one out");
     check_limits(RUN "--optimizer muon", &turing,
                  "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high");
+    const mt_limits biases = {.bias_buckets = 64};
+#define T5                                                                                                             \
+    "--num-layers 2 --decoder-num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 300 --sft --lr 1e-3 " \
+    "--encoder-seq-length 16 --decoder-seq-length 16 --data-path x --train-iters 10 --position-embedding-type "        \
+    "relative --normalization RMSNorm --disable-bias-linear --relu --softmax-scale 1 --hidden-dropout 0 "              \
+    "--attention-dropout 0 "
+    check_limits(T5 "--relative-attention-num-buckets 66", &none, NULL);
+    check_limits(T5 "--relative-attention-num-buckets 64", &biases, NULL);
+    check_limits(T5 "--relative-attention-num-buckets 66", &biases,
+                 "--relative-attention-num-buckets is 66, and attention on this device has biases for at most 64 "
+                 "buckets");
+#undef T5
+    const mt_limits heads = {.head_channels = 16};
+#define TOWER                                                                                                          \
+    RUN "--normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias --position-embedding-type rope "        \
+        "--mrope-section 4 2 2 --image-token-id 7 --vision-tower qwen2_5 "                                             \
+        "--vision-window-size 112 --vision-num-layers 1 --vision-ffn-hidden-size 64 --vision-num-attention-heads 2 "
+    check_limits(TOWER "--vision-hidden-size 32", &heads, NULL);
+    check_limits(TOWER "--vision-hidden-size 40", &heads,
+                 "--vision-hidden-size / --vision-num-attention-heads is 20, and attention on this device takes heads "
+                 "of at most 16 channels");
+#undef TOWER
     check_limits(RUN "--kv-channels 512", &none, NULL);
     check_limits(RUN "--kv-channels 256", &limits, NULL);
     check_limits(RUN "--kv-channels 258", &limits,
                  "--kv-channels is 258, and attention on this device takes heads of at most 256 channels");
+    check_limits(RUN "--value-channels 256", &limits, NULL);
+    check_limits(RUN "--value-channels 258", &limits,
+                 "--value-channels is 258, and attention on this device takes heads of at most 256 channels");
     check_limits(ROUTED "64 --moe-router-topk 33", &none, NULL);
     check_limits(ROUTED "64 --moe-router-topk 32", &limits, NULL);
     check_limits(ROUTED "64 --moe-router-topk 33", &limits,
@@ -3958,11 +3983,6 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  &limits,
                  "--num-experts is 65, and --moe-router-load-balancing-type sinkhorn on this device takes at most 64 "
                  "experts");
-    const mt_limits plain = {.no_plain = true};
-    static const char *const alone[][2] = {
-        {RUN "--value-channels 8", "--value-channels other than --kv-channels"},
-        {RUN "--window-size 4 --window-num-query-groups 2", "--window-num-query-groups"},
-    };
     const mt_limits delta = {.delta_channels = 128};
 #define DELTA RUN "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     check_limits(DELTA "--linear-key-head-dim 128 --linear-value-head-dim 128", &delta, NULL);
@@ -3985,12 +4005,6 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
                  "--mamba-state-dim is 264, and Mamba-2 on this device takes states of at most 256");
     check_limits(SSD "--mamba-head-dim 136", &ssd,
                  "--mamba-head-dim is 136, and Mamba-2 on this device takes heads of at most 128 channels");
-    for (size_t i = 0; i < sizeof alone / sizeof *alone; i++) {
-        char message[160];
-        snprintf(message, sizeof message, "%s runs on the CPU only so far; take --device cpu", alone[i][1]);
-        check_limits(alone[i][0], &none, NULL);
-        check_limits(alone[i][0], &plain, message);
-    }
     check_limits(RUN "--attention-backend unfused", &none, NULL);
     check_limits(RUN "--attention-backend unfused", &mt_cpu_ops.limits,
                  "--attention-backend unfused needs a GPU, and this run is on the CPU; leave it out");
@@ -4006,6 +4020,10 @@ static void sizes_that_cudnn_cannot_take_are_refused(void **state) {
     check_limits(FOR_CUDNN "--kv-channels 136", &cudnn,
                  "--attention-backend cudnn needs heads of a multiple of 8 channels, at most 128, and --kv-channels is "
                  "136; use flash");
+    check_limits(
+        FOR_CUDNN "--kv-channels 64 --value-channels 32", &cudnn,
+        "--attention-backend cudnn needs values as wide as keys, and --value-channels is 32, --kv-channels 64; "
+        "use flash");
     check_limits(FOR_CUDNN "--seq-length 200", &cudnn,
                  "--attention-backend cudnn needs a --seq-length that is a multiple of 128, not 200; use flash");
 #define LATENT_FOR_CUDNN LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim "

@@ -240,9 +240,10 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     mt_plan_shape shape = {.num_ranks = 1, .micro_batch_size = 1, .row_length = 80, .pads = true, .work = {1, 1, 0}};
     mt_step_plan plan;
     mt_batch batch;
+    mt_error error;
     mt_batch_alloc(&batch, 80);
     mt_step_plan_balance(&plan, pieces, first, 1, &shape);
-    mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch);
+    assert_int_equal(mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch, &error), 0);
     const int32_t inputs[] = {5, 6, 7, 20, 21, 22, 23, 24, 0}, labels[] = {6, 7, 8, 21, 22, 23, 24, 25, 0};
     const int32_t positions[] = {0, 1, 2, 0, 1, 2, 3, 4, 0};
     const float mask[] = {0, 1, 1, 0, 0, 1, 1, 0, 0};
@@ -262,13 +263,13 @@ static void a_batch_restarts_positions_and_masks_prompts_and_padding(void **stat
     }
     for (int t = 0; t < 8; t++) assert_int_equal(batch.token_index[t], 100 + t);
     for (int t = 8; t < 80; t++) assert_true(batch.loss_mask[t] == 0);
-    mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch);
+    assert_int_equal(mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch, &error), 0);
     assert_int_equal(batch.num_tokens, 8);
     plan.batches[0].count = 0;
-    mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch);
+    assert_int_equal(mt_step_plan_fill(&plan, 0, 0, &samples, 0, &batch, &error), 0);
     assert_int_equal(batch.num_tokens, 1);
     assert_true(batch.loss_mask[0] == 0);
-    mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch);
+    assert_int_equal(mt_step_plan_fill(&plan, 0, 0, &samples, 80, &batch, &error), 0);
     assert_int_equal(batch.num_tokens, 80);
     for (int t = 0; t < 80; t++) assert_true(batch.loss_mask[t] == 0);
     mt_step_plan_free(&plan);

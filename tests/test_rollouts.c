@@ -721,6 +721,7 @@ static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool 
     mt_plan_shape shape = {.num_ranks = ranks, .micro_batch_size = 2, .row_length = 12, .regroups = regroups};
     mt_step_plan plan;
     mt_batch batch;
+    mt_error error;
     mt_policy_config c = {.clip_ratio_low = 0.2, .clip_ratio_high = 0.2, .kl_coef = 0.5, .kl_type = MT_KL_K3};
     mt_loss_sums whole = {0}, parts = {0};
     double *logp = mt_calloc(r->T * 8);
@@ -750,7 +751,7 @@ static void check_micro_batches(mt_rollouts *r, int64_t ranks, bool packs, bool 
     assert_int_equal(plan.num_slots, slots);
     for (int64_t slot = 0; slot < plan.num_slots; slot++)
         for (int64_t rank = 0; rank < ranks; rank++) {
-            mt_step_plan_fill(&plan, slot, rank, &r->samples, 8, &batch);
+            assert_int_equal(mt_step_plan_fill(&plan, slot, rank, &r->samples, 8, &batch, &error), 0);
             seen += check_micro_batch(r, &batch, logp, &c, &parts);
         }
     assert_int_equal(seen, counted);

@@ -1,4 +1,5 @@
-/* test_t5_mpi.c: encoder-decoders on four ranks train and generate as transformers does on one, whatever the layout. */
+/* test_t5_mpi.c: encoder-decoders on four ranks train and generate as transformers does on one, whatever the layout;
+ * and again on four GPUs where they answer. */
 // Sections of megatron.c: §12 §16 §20
 #include "t5.h"
 #include "../data/models/generate.h"
@@ -47,10 +48,9 @@ static const char *const layouts[] = {
 /* The grid of a layout on all ranks; free it with mt_grid_clear. */
 static mt_grid grid_of(const char *model, const char *words) {
     fixture f;
-    mt_error error;
     mt_grid grid = mt_grid_new(&world);
     open_options(&f, model, 1, NUM_RANKS, words);
-    if (mt_grid_build(&grid, &f.options.stack, &error) != 0) fail_msg("%s", error.text);
+    build_grid(&grid, &f.options.stack);
     mt_options_free(&f.options);
     return grid;
 }
@@ -110,6 +110,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(two_tensor_ranks_generate_the_text_of_transformers),
     };
     int failures = cmocka_run_group_tests_name("t5 on ranks", tests, NULL, NULL);
+    if (take_gpus(&world.world)) failures += cmocka_run_group_tests_name("t5 on GPUs", tests, NULL, NULL);
     mt_grid_stop(&world);
     return failures;
 }

@@ -1,5 +1,5 @@
-/* test_vision_mpi.c: models with a vision tower on four ranks train as transformers does on one, whatever the layout.
- */
+/* test_vision_mpi.c: models with a vision tower on four ranks train as transformers does on one, whatever the layout;
+ * and again on four GPUs where they answer. */
 // Sections of megatron.c: §12 §21
 #include "vision.h"
 
@@ -31,12 +31,11 @@ static const char *const layouts[] = {
 /* The grid of a layout on all ranks; free it with mt_grid_clear. */
 static mt_grid grid_of(const char *model, const char *words) {
     fixture f;
-    mt_error error;
     char folder[256];
     mt_grid grid = mt_grid_new(&world);
     snprintf(folder, sizeof folder, "tests/golden/vision/%s", model);
     open_options(&f, folder, 1, NUM_RANKS, words);
-    if (mt_grid_build(&grid, &f.options.stack, &error) != 0) fail_msg("%s", error.text);
+    build_grid(&grid, &f.options.stack);
     mt_options_free(&f.options);
     return grid;
 }
@@ -89,6 +88,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };
     int failures = cmocka_run_group_tests_name("vision on ranks", tests, NULL, NULL);
+    if (take_gpus(&world.world)) failures += cmocka_run_group_tests_name("vision on GPUs", tests, NULL, NULL);
     mt_grid_stop(&world);
     return failures;
 }

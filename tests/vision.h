@@ -31,6 +31,9 @@ static const struct {
 } models[] = {{"qwen3_vl", 1e-5, STEPS}, {"qwen2_5_vl", 1e-5, STEPS}, {"qwen3_5_vl", 3e-4, 2}};
 enum { NUM_MODELS = sizeof models / sizeof *models };
 
+/* The backend that models are created on. */
+static const mt_ops *backend = &mt_cpu_ops;
+
 typedef struct fixture {
     char folder[256];
     mt_run_options options;
@@ -89,8 +92,7 @@ static void open_folder(fixture *f, const char *name, const char *folder, const 
     int64_t tokens = mt_rank_tokens(&f->options.stack, micro_batch_size * LENGTH);
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = LENGTH, .train = true};
     plan.max_patches = mt_max_patches(&f->options.stack, tokens);
-    if (mt_model_create(&f->model, &f->options.stack, grid, &mt_cpu_ops, &plan, &error) != 0)
-        fail_msg("%s", error.text);
+    if (mt_model_create(&f->model, &f->options.stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(f->model, &f->options, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&f->batch, SEQUENCES * LENGTH + 16);
     if (f->options.stack.vision.tower != MT_VISION_NONE)

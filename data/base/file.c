@@ -25,6 +25,18 @@ char *mt_path_join(const char *folder, const char *name) {
     return path;
 }
 
+char *mt_path_folder(const char *path) {
+    struct stat info;
+    char *folder = mt_strdup(path), *slash = strrchr(folder, '/');
+    bool is_file = stat(path, &info) == 0 && S_ISREG(info.st_mode);
+    if (is_file) strcpy(slash ? slash : folder, slash ? "" : ".");
+    if (!*folder) {
+        free(folder);
+        folder = mt_strdup("/");
+    }
+    return folder;
+}
+
 int mt_link_check(const char *folder, const char *name, mt_error *error) {
     char target[1024], *path = mt_path_join(folder, name);
     ssize_t length = readlink(path, target, sizeof target - 1);

@@ -16,6 +16,9 @@ extern "C" {
 /* "FOLDER/NAME"; free it. */
 char *mt_path_join(const char *folder, const char *name);
 
+/* The folder of a file, or the path itself if it is no file; free it. */
+char *mt_path_folder(const char *path);
+
 /* True if a file exists whose path is `length` bytes of `path` and then `end`. */
 bool mt_path_exists(const char *path, int64_t length, const char *end);
 

@@ -152,6 +152,13 @@ void mt_data_close(mt_data *data) {
     free(data);
 }
 
+int64_t mt_data_max_patches(const mt_data *data, int64_t tokens) {
+    int64_t most = 0;
+    for (int split = 0; split < MT_NUM_SPLITS; split++)
+        most = mt_max(most, mt_samples_max_patches(&data->samples[split], tokens));
+    return most;
+}
+
 static void take_fingerprints(mt_data *data) {
     if (data->prints) return;
     data->prints = mt_calloc(mt_max(data->num_indexed, 1) * 8);
@@ -379,6 +386,9 @@ static void open_mock_samples(mt_data *data, const mt_data_config *config) {
 
 static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_data_config *config, mt_error *error) {
     const mt_run_options *o = config->options;
+    mt_image_reader images;
+    bool reads = o->stack.vision.tower != MT_VISION_NONE && !config->pairs;
+    if (reads && mt_image_reader_open(&images, &o->stack, config->tokenizer_path, error) != 0) return -1;
     mt_sft_config files = {.paths = *paths,
                            .tokenizer_path = config->tokenizer_path,
                            .vocab_size = config->vocab_size,
@@ -401,6 +411,7 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .ref_logps = o->ref_logps_in_data,
                            .masks_eod = config->eod_mask_loss,
                            .eod_id = config->eod_id,
+                           .images = reads ? &images : NULL,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);
 }

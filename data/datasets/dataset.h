@@ -119,6 +119,9 @@ const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 /* The validation sets of multiple_validation_sets after the first; `index` counts from 1. NULL: there are no more. */
 const mt_dataset *mt_data_validation_set(const mt_data *data, int64_t index);
 
+/* The most patches of pictures that a micro-batch of `tokens` tokens has, for mt_model_plan.max_patches. */
+int64_t mt_data_max_patches(const mt_data *data, int64_t tokens);
+
 /* Prints a warning for files whose sequences do not follow one another; a warning and its remedy for every split that
  * was omitted, and for every one that is shorter than a sequence
  * or blends a path that is. */

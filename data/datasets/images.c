@@ -377,6 +377,36 @@ static int read_flag(const json_t *root, const char *key, const char *path, mt_e
     return mt_error_set(error, "%s: \"%s\" must be true: pictures are resized and normalised", path, key);
 }
 
+/* Reads a JSON object of a folder; NULL with status 0: there is no such file. */
+static json_t *read_object(const char *path, int *status, mt_error *error) {
+    int64_t bytes;
+    json_error_t problem;
+    *status = 0;
+    if (access(path, F_OK) != 0) return NULL;
+    *status = -1;
+    char *text = mt_file_read(path, 1 << 24, &bytes, error);
+    if (!text) return NULL;
+    json_t *root = json_loadb(text, (size_t)bytes, 0, &problem);
+    free(text);
+    *status = json_is_object(root) ? 0 : -1;
+    if (*status == 0) return root;
+    mt_error_set(error, "%s: is not a JSON object: %s", path, root ? "another value" : problem.text);
+    json_decref(root);
+    return NULL;
+}
+
+/* The processor's configuration of a folder and its file: "image_processor" of processor_config.json, or else
+ * preprocessor_config.json, as in transformers 5. NULL with status 0: none. */
+static json_t *find_configuration(char path[4096], const char *folder, int *status, mt_error *error) {
+    snprintf(path, 4096, "%s/processor_config.json", folder);
+    json_t *root = read_object(path, status, error), *inner = json_object_get(root, "image_processor");
+    if (json_is_object(inner)) json_incref(inner);
+    json_decref(root);
+    if (*status != 0 || json_is_object(inner)) return inner;
+    snprintf(path, 4096, "%s/preprocessor_config.json", folder);
+    return read_object(path, status, error);
+}
+
 int mt_image_config_read(mt_image_config *c, const mt_options *o, const char *folder, mt_error *error) {
     const mt_vision_options *v = &o->vision;
     static const double clip_mean[] = {0.48145466, 0.4578275, 0.40821073},
@@ -389,21 +419,11 @@ int mt_image_config_read(mt_image_config *c, const mt_options *o, const char *fo
     c->min_pixels = (clip ? 4 : 64) * factor * factor, c->max_pixels = (clip ? 1280 : 16384) * factor * factor;
     for (int i = 0; i < CHANNELS; i++) c->mean[i] = clip ? clip_mean[i] : 0.5, c->std[i] = clip ? clip_std[i] : 0.5;
     char path[4096];
-    if (!folder) return 0;
-    snprintf(path, sizeof path, "%s/preprocessor_config.json", folder);
-    if (access(path, F_OK) != 0) return 0;
-    int64_t bytes;
-    char *text = mt_file_read(path, 1 << 24, &bytes, error);
-    if (!text) return -1;
-    json_error_t problem;
-    json_t *root = json_loadb(text, (size_t)bytes, 0, &problem);
-    free(text);
-    if (!json_is_object(root)) {
-        json_decref(root);
-        return mt_error_set(error, "%s: is not a JSON object: %s", path, root ? "another value" : problem.text);
-    }
+    int status = 0;
+    json_t *root = folder ? find_configuration(path, folder, &status, error) : NULL;
+    if (!root) return status;
     mt_image_config own = *c;
-    int status = read_size(root, NULL, "patch_size", &c->patch_size, path, error);
+    status = read_size(root, NULL, "patch_size", &c->patch_size, path, error);
     if (status == 0) status = read_size(root, NULL, "temporal_patch_size", &c->temporal_patch_size, path, error);
     if (status == 0) status = read_size(root, NULL, "merge_size", &c->merge_size, path, error);
     if (status == 0) status = read_size(root, NULL, "min_pixels", &c->min_pixels, path, error);

@@ -25,8 +25,9 @@ typedef struct mt_picture {
     uint8_t *pixels; // [height, width, 3]
 } mt_picture;
 
-/* The configuration for a tower: that of its family, and what the file preprocessor_config.json of a folder (NULL:
- * none) says. Errors: a file that cannot be read; values of wrong types; sizes that are not the tower's. */
+/* The configuration for a tower: that of its family, and what "image_processor" of processor_config.json in a folder
+ * (NULL: none) says, or else preprocessor_config.json. Errors: a file that cannot be read; values of wrong types; sizes
+ * that are not the tower's. */
 int mt_image_config_read(mt_image_config *config, const mt_options *options, const char *folder, mt_error *error);
 
 /* Reads a picture, to be freed by mt_picture_free: of 8 bits a channel, gray or coloured, laid over white where it is

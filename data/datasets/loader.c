@@ -242,6 +242,7 @@ static void fill_with_one_token(mt_loader *loader, mt_batch *batch) {
     int64_t seq_length = loader->dataset->seq_length;
     for (int64_t i = 0; i <= seq_length; i++) loader->sample[i] = loader->config->eod_id == 0; // no end of document
     batch->num_tokens = batch->num_spans = batch->encoder.num_tokens = batch->encoder.num_spans = 0;
+    batch->images.num_images = 0;
     for (int64_t row = 0; row < loader->micro_batch_size && loader->config->spans; row++)
         append_mapping(batch, mapping, row, false, loader->config);
     if (loader->config->spans) return;
@@ -353,12 +354,12 @@ static void plan_rows(mt_step_plan *plan, const mt_loader *loader, int64_t consu
     free(pieces);
 }
 
-static void fill_rows(const mt_loader *loader, int64_t index, int64_t rank, mt_batch *batch) {
+static int fill_rows(const mt_loader *loader, int64_t index, int64_t rank, mt_batch *batch, mt_error *error) {
     const mt_data_config *config = loader->config;
     bool varies = config->variable_seq_lengths || config->dynamic_context_parallel;
     const mt_samples *samples = loader->cuts ? &loader->documents : mt_packing_samples(loader->dataset->packing);
-    mt_step_plan_fill(&loader->plan, index, rank, samples, varies ? 0 : loader->micro_batch_size * config->seq_length,
-                      batch);
+    int64_t tokens = varies ? 0 : loader->micro_batch_size * config->seq_length;
+    return mt_step_plan_fill(&loader->plan, index, rank, samples, tokens, batch, error);
 }
 
 void mt_loader_print(const mt_loader *loader, int64_t consumed, int64_t count, FILE *file) {
@@ -506,7 +507,7 @@ static int fill_batch(const mt_feed *feed, int64_t index, mt_batch *batch, mt_er
         if (mt_loader_fill(loader, feed->consumed + index * stride, batch, error) != 0) return -1;
         return check_sequences(loader, batch, error);
     }
-    fill_rows(loader, index, feed->rank, batch);
+    if (fill_rows(loader, index, feed->rank, batch, error) != 0) return -1;
     if (index == feed->micro_batches - 1) plan_next_step(loader, feed);
     return check_sequences(loader, batch, error);
 }

@@ -807,7 +807,28 @@ static void append_input(mt_batch *batch, const mt_samples *samples, int64_t sam
         e->tokens[first + i] = samples->inputs[from + i], e->token_index[first + i] = index + i;
 }
 
-static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index) {
+/* Where the next picture goes. */
+static int64_t mt_patches_filled(const mt_image_batch *images) {
+    int64_t patches = 0;
+    for (int64_t i = 0; i < images->num_images; i++) patches += images->grids[i].height * images->grids[i].width;
+    return patches;
+}
+
+/* The pictures of a sample. */
+static int append_images(mt_batch *batch, const mt_samples *samples, int64_t sample, mt_error *error) {
+    const mt_image_config *c = &samples->image_config;
+    mt_image_batch *images = &batch->images;
+    int64_t values = MT_IMAGE_CHANNELS * c->temporal_patch_size * c->patch_size * c->patch_size;
+    for (int64_t i = samples->image_offsets[sample]; i < samples->image_offsets[sample + 1]; i++) {
+        const mt_image *image = &samples->images.items[i];
+        if (mt_image_read(images->patches + mt_patches_filled(images) * values, image, c, error) != 0) return -1;
+        images->grids[images->num_images++] = image->grid;
+    }
+    return 0;
+}
+
+static int append_sample(mt_batch *batch, const mt_samples *samples, int64_t sample, int64_t token_index,
+                         mt_error *error) {
     int64_t from = samples->offsets[sample], first = batch->num_tokens,
             length = samples->offsets[sample + 1] - from - 1;
     batch->spans[batch->num_spans++] = (mt_span){first, length, first, length, true};
@@ -820,17 +841,22 @@ static void append_sample(mt_batch *batch, const mt_samples *samples, int64_t sa
         batch->token_index[first + i] = token_index + i;
     }
     if (samples->inputs) append_input(batch, samples, sample, token_index);
-    if (!samples->ref_logps) return;
+    if (samples->image_offsets && append_images(batch, samples, sample, error) != 0) return -1;
+    if (!samples->ref_logps) return 0;
     float *logps = batch->loss_inputs[MT_REF_LOGP] + first; // the loss reads their sum over the trained tokens
     int64_t last = length - 1;
     while (last > 0 && batch->loss_mask[first + last] == 0) last--;
     for (int64_t i = 0; i < length; i++) logps[i] = i == last ? (float)samples->ref_logps[sample] : 0;
+    return 0;
 }
 
-static void append_item(mt_batch *batch, const mt_piece *piece, const mt_samples *samples) {
+static int append_item(mt_batch *batch, const mt_piece *piece, const mt_samples *samples, mt_error *error) {
     int64_t count = mt_item_samples(samples), first = batch->num_tokens;
-    for (int64_t i = 0; i < count; i++)
-        append_sample(batch, samples, piece->sample * count + i, piece->token_index + batch->num_tokens - first);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t index = piece->token_index + batch->num_tokens - first;
+        if (append_sample(batch, samples, piece->sample * count + i, index, error) != 0) return -1;
+    }
+    return 0;
 }
 
 /* A batch of one token of padding, for a rank that has no sample. */
@@ -846,12 +872,27 @@ static void fill_empty(mt_batch *batch) {
     batch->encoder.num_tokens = batch->encoder.num_spans = 1;
 }
 
-void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, mt_batch *batch) {
+int mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
+                      int64_t num_tokens, mt_batch *batch, mt_error *error) {
     const mt_plan_batch *from = &plan->batches[plan->batch_of[slot * plan->num_ranks + rank]];
     batch->num_tokens = batch->num_spans = batch->encoder.num_tokens = batch->encoder.num_spans = 0;
+    batch->images.num_images = 0;
     batch->context_size = from->context_size;
-    for (int64_t i = 0; i < from->count; i++) append_item(batch, &plan->pieces[from->first + i], samples);
+    for (int64_t i = 0; i < from->count; i++)
+        if (append_item(batch, &plan->pieces[from->first + i], samples, error) != 0) return -1;
     if (from->count == 0) fill_empty(batch);
     if (num_tokens > 0) mt_batch_pad(batch, num_tokens);
+    return 0;
+}
+
+int64_t mt_samples_max_patches(const mt_samples *samples, int64_t tokens) {
+    int64_t most = 0, square = samples->image_config.merge_size * samples->image_config.merge_size;
+    for (int64_t s = 0; s < samples->count && samples->image_offsets; s++) {
+        int64_t patches = 0;
+        for (int64_t i = samples->image_offsets[s]; i < samples->image_offsets[s + 1]; i++)
+            patches += samples->images.items[i].grid.height * samples->images.items[i].grid.width;
+        int64_t merged = patches / mt_max(square, 1), length = samples->offsets[s + 1] - samples->offsets[s] - 1;
+        most = mt_max(most, mt_divide_up(tokens * merged, length) * square);
+    }
+    return most;
 }

@@ -144,9 +144,14 @@ double mt_step_plan_imbalance(const mt_step_plan *plan);
 
 /* Fills `batch` with a micro-batch of a plan: a causal span and positions from 0 for each sample, then the masked
  * tokens of mt_batch_pad up to `num_tokens` in all (0: none, except one token where there is no sample). With ref_logps
- * of the samples also MT_REF_LOGP: the sum on the last trained token of a sample, 0 on the others. */
-void mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
-                       int64_t num_tokens, mt_batch *batch);
+ * of the samples also MT_REF_LOGP: the sum on the last trained token of a sample, 0 on the others. Pictures are read
+ * from their files. Errors: those of mt_image_read. */
+int mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
+                      int64_t num_tokens, mt_batch *batch, mt_error *error);
+
+/* The most patches that the pictures of a micro-batch of `tokens` tokens have: those of the sample with the most for
+ * its tokens. 0: none has pictures. */
+int64_t mt_samples_max_patches(const mt_samples *samples, int64_t tokens);
 
 #ifdef __cplusplus
 }

@@ -27,6 +27,8 @@ void mt_samples_free(mt_samples *samples) {
     free(samples->ref_logps);
     free(samples->input_offsets);
     free(samples->inputs);
+    free(samples->image_offsets);
+    mt_images_cut(&samples->images, 0);
     *samples = (mt_samples){0};
 }
 
@@ -47,6 +49,12 @@ uint64_t mt_samples_fingerprint(const mt_samples *samples) {
         print += mt_contents_fingerprint(samples->inputs, samples->input_offsets[samples->count] * 4, true) +
                  mt_contents_fingerprint(samples->input_offsets, (samples->count + 1) * 8, true);
     if (samples->ref_logps) print += mt_contents_fingerprint(samples->ref_logps, samples->count * 8, true);
+    for (int64_t i = 0; i < samples->images.count; i++) {
+        const mt_image *image = &samples->images.items[i];
+        const uint64_t parts[] = {(uint64_t)i, image->fingerprint, (uint64_t)image->grid.height,
+                                  (uint64_t)image->grid.width};
+        print += mt_contents_fingerprint(parts, sizeof parts, true);
+    }
     free(prints);
     return print;
 }
@@ -64,7 +72,9 @@ typedef struct reader {
     json_t *tools;    // definitions of tools; NULL: none
     json_t *settings; // further variables of the template; NULL: none
     int64_t num_messages, message_capacity;
-    mt_text joined; // an instruction and its input
+    mt_text joined;     // an instruction and its input
+    mt_images images;   // its pictures, until the sample is added
+    const char *folder; // of the file
     // of the sample
     mt_ids ids, turns;
     // all samples; `samples.count` and the last offset count them
@@ -88,6 +98,7 @@ static int64_t mark_trained(reader *r, int64_t limit) {
         counts = counts || (last >= 0 && turn == last);
         counts = counts && !(turn >= 0 && turn < r->num_messages && r->untrained[turn]);
         counts = counts && !(i > 0 && r->config->masks_eod && r->ids.data[i - 1] == r->config->eod_id);
+        counts = counts && !(r->config->images && r->ids.data[i] == r->config->images->image_token_id);
         r->turns.data[i] = counts && i > 0;
         trained += counts && i > 0 && i < limit;
     }
@@ -110,6 +121,10 @@ static void add_sample(reader *r, int64_t count) {
         r->sample_capacity = 2 * r->sample_capacity + 1024;
         s->offsets = mt_realloc(s->offsets, r->sample_capacity * 8);
         s->offsets[0] = 0;
+        if (r->config->images) {
+            s->image_offsets = mt_realloc(s->image_offsets, r->sample_capacity * 8);
+            s->image_offsets[0] = 0;
+        }
     }
     int64_t first = s->offsets[s->count];
     if (first + count > r->token_capacity) {
@@ -123,6 +138,8 @@ static void add_sample(reader *r, int64_t count) {
         r->trained += r->turns.data[i];
     }
     s->offsets[++s->count] = first + count;
+    mt_images_move(&s->images, &r->images);
+    if (s->image_offsets) s->image_offsets[s->count] = s->images.count;
     r->longest = mt_max(r->longest, count - 1);
 }
 
@@ -130,6 +147,12 @@ static int check_tokenizer(const reader *r, mt_error *error) {
     if (r->chat) return 0;
     return mt_error_set(error, "has text, and there is no tokenizer; give --tokenizer-type and --tokenizer-model, or "
                                "--load a model with one");
+}
+
+/* One image token for each merged patch of the line's pictures. */
+static int expand_images(reader *r, mt_error *error) {
+    if (!r->config->images) return 0;
+    return mt_images_expand(&r->images, 0, r->config->images, &r->ids, &r->turns, 0, error);
 }
 
 /* The tokens of the messages; all of them are in the scratch of the reader. `generates`: up to the header of a
@@ -141,6 +164,7 @@ static int encode_messages(reader *r, bool generates, mt_error *error) {
     mt_chat_set_extras(r->chat, &extras);
     int status = mt_chat_encode(r->chat, r->messages, r->num_messages, generates, &r->ids, &r->turns, error);
     mt_chat_set_extras(r->chat, NULL);
+    if (status == 0) status = expand_images(r, error);
     return status == 0 ? check_tokens(r, error) : -1;
 }
 
@@ -163,6 +187,18 @@ static int cut_behind_response(reader *r, mt_error *error) {
     return 0;
 }
 
+/* A sample has its pictures whole, or none of it is taken. The last of `count` tokens is a label alone. */
+static int check_images(const reader *r, int64_t count, mt_error *error) {
+    for (int64_t i = count - 1; i < r->ids.count && r->images.count > 0; i++)
+        if (r->ids.data[i] == r->config->images->image_token_id)
+            return mt_error_set(error,
+                                "has %lld tokens with those of its %lld pictures, and --seq-length %lld would cut a "
+                                "picture; raise it, lower max_pixels of the processor's file, or give --long-samples "
+                                "drop",
+                                (long long)r->ids.count, (long long)r->images.count, (long long)r->config->seq_length);
+    return 0;
+}
+
 /* Takes the encoded sample: whole, truncated, or not at all if it is too long. */
 static int take_sample(reader *r, mt_error *error) {
     bool whole = r->config->whole;
@@ -182,6 +218,7 @@ static int take_sample(reader *r, mt_error *error) {
     int64_t trained = 0;
     for (int64_t i = 0; i < count; i++) trained += r->turns.data[i];
     bool drops = is_long && (r->config->long_samples == MT_LONG_DROP || trained == 0);
+    if (!drops && check_images(r, count, error) != 0) return -1;
     r->dropped += drops;
     r->truncated += is_long && !drops;
     if (!drops && whole) {
@@ -384,11 +421,17 @@ static int read_message(reader *r, const json_t *message, const char *name, mt_e
                             name, role);
     bool calls_only = takes && (!content || json_is_null(content)) && strcmp(role, "assistant") == 0 &&
                       has_value(json_object_get(message, "tool_calls"));
-    if (!json_is_string(content) && !calls_only)
-        return mt_error_set(error, "\"%s\": a message's \"content\" is not a text", name);
+    bool has_parts = r->config->images && takes && json_is_array(content); // see take_images
+    if (!json_is_string(content) && !calls_only && !has_parts)
+        return mt_error_set(error, "\"%s\": a message's \"content\" is not a text%s", name,
+                            json_is_array(content)
+                                ? "; parts and pictures need a model with a vision tower, --sft, and "
+                                  "the chat template of a folder"
+                                : "");
     if (check_more_fields(r, message, name, error) != 0) return -1;
     add_message(r, role, json_string_value(content), (int64_t)json_string_length(content));
     if (takes) r->fields[r->num_messages - 1] = other_fields(message);
+    if (has_parts) json_object_set(r->fields[r->num_messages - 1], "content", (json_t *)content);
     return mark_message(r, message, name, error);
 }
 
@@ -511,7 +554,7 @@ static int read_document(reader *r, const json_t *text, mt_error *error) {
     if (mt_chat_encode_document(r->chat, json_string_value(text), (int64_t)json_string_length(text), &r->ids, error))
         return -1;
     for (int64_t i = 0; i < r->ids.count; i++) mt_ids_push(&r->turns, 0); // one response
-    if (check_tokens(r, error) != 0) return -1;
+    if (expand_images(r, error) != 0 || check_tokens(r, error) != 0) return -1;
     return r->ids.count < 2 ? mt_error_set(error, "\"text\" is empty") : take_sample(r, error);
 }
 
@@ -527,7 +570,7 @@ static int read_tokens(reader *r, const json_t *tokens, mt_error *error) {
         mt_ids_push(&r->ids, (int32_t)id);
         mt_ids_push(&r->turns, 0); // one response
     }
-    if (check_tokens(r, error) != 0) return -1;
+    if (expand_images(r, error) != 0 || check_tokens(r, error) != 0) return -1;
     return r->ids.count < 2 ? mt_error_set(error, "\"tokens\" has less than two") : take_sample(r, error);
 }
 
@@ -909,12 +952,39 @@ static int read_settings(reader *r, const json_t *object, mt_error *error) {
     return 0;
 }
 
+/* The pictures beside the messages. */
+static const char *const image_keys[] = {"images", "image", NULL};
+
+/* Takes the pictures out of the messages of a line, whose contents become parts. */
+static int take_images(reader *r, const json_t *object, mt_error *error) {
+    const char *name, *prompt_name, *beside = first_with_value(object, image_keys);
+    const json_t *messages = find_messages(r, object, &name);
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &prompt_name);
+    if (!r->config->images) return 0;                                          // see check_line
+    if (!messages && beside && r->config->prompts && json_is_string(prompt)) { // a message of the user
+        json_t *list = json_pack("[{s:s, s:O}]", "role", "user", "content", prompt);
+        json_object_set_new((json_t *)object, prompt_name, list);
+        prompt = list;
+    }
+    if (!messages && json_is_array(prompt)) messages = prompt;
+    if (beside && !messages)
+        return mt_error_set(error, "has \"%s\" and no \"%s\"; pictures stand in messages, as <image> in a text", beside,
+                            name);
+    const json_t *list = beside ? json_object_get(object, beside) : NULL;
+    if (mt_images_take(&r->images, (json_t *)messages, list, r->folder, error) != 0) return -1;
+    if (r->images.count == 0) return 0;
+    return check_tokenizer(r, error) == 0 ? mt_images_check_chat(r->chat, error) : -1;
+}
+
 /* Fields of a line that would make another sample of it. */
-static int check_line(const json_t *object, mt_error *error) {
-    static const char *const refused[] = {"functions", "images", "image", "videos", "audios", NULL};
+static int check_line(const reader *r, const json_t *object, mt_error *error) {
+    static const char *const refused[] = {"functions", "videos", "audios", NULL};
     static const char *const of_tokens[] = {"input_ids", "labels", "loss_mask", "mask"};
     bool trained = true;
-    const char *mark, *field = first_with_value(object, refused);
+    const char *mark, *field = first_with_value(object, refused), *image = first_with_value(object, image_keys);
+    if (image && !r->config->images)
+        return mt_error_set(
+            error, "has \"%s\", which only --sft of a model with a vision tower reads; remove it or the line", image);
     for (int i = 0; i < 4 && !field; i++)
         if (json_is_number(json_array_get(json_object_get(object, of_tokens[i]), 0))) field = of_tokens[i];
     if (field) return mt_error_set(error, "has \"%s\", which is not supported; remove it or the line", field);
@@ -937,7 +1007,7 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     find_answer(r, object, &answer_name);
     find_field(object, c->response_key, "response", "output", &response_name);
     find_field(object, c->query_key, "input", NULL, &query_name);
-    const char *read[14] = {"system"};
+    const char *read[16] = {"system"};
     int count = 1;
     if (c->input_length > 0) {
         find_field(object, c->prompt_key, "input", NULL, &prompt_name);
@@ -946,6 +1016,7 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     }
     if (takes_extras(r)) read[count++] = "tools";
     if (takes_extras(r)) read[count++] = "chat_template_kwargs";
+    if (c->images) read[count++] = "images", read[count++] = "image";
     if (c->prompts) read[count++] = answer_name;
     if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
     if (c->teachers.count > 0) read[count++] = teacher_key(c);
@@ -995,7 +1066,8 @@ static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error
     json_t *object = mt_json_parse(line, bytes, flags, NULL, error);
     if (!object) return -1;
     unpack_messages(r, object);
-    int status = check_line(object, error);
+    int status = check_line(r, object, error);
+    if (status == 0) status = take_images(r, object, error);
     if (status == 0) status = read_settings(r, object, error);
     if (status == 0)
         status = r->config->prompts        ? read_question(r, object, error)
@@ -1004,6 +1076,7 @@ static int read_line(reader *r, const char *line, int64_t bytes, mt_error *error
                                            : read_single(r, object, error);
     if (status == 0) note_unread(r, object);
     remove_messages(r);
+    mt_images_cut(&r->images, 0);
     json_decref(object);
     return status;
 }
@@ -1130,6 +1203,7 @@ static void print_summary(const reader *r) {
     else
         fprintf(log, ", the loss counts %lld; the longest takes %lld positions", (long long)r->trained,
                 (long long)r->longest);
+    if (s->images.count > 0) fprintf(log, "; %lld pictures", (long long)s->images.count);
     if (r->truncated > 0) fprintf(log, "; %lld were truncated to --seq-length", (long long)r->truncated);
     if (r->dropped > 0) fprintf(log, "; %lld are too long and left out", (long long)r->dropped);
     if (r->untagged > 0) fprintf(log, "; %lld have tags of no share and are left out", (long long)r->untagged);
@@ -1181,8 +1255,13 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
     if (status == 0 && r.chat) status = mt_chat_set_variables(r.chat, config->chat_template_kwargs, error);
     if (!tokenizer && config->chat_template_kwargs)
         status = mt_error_set(error, "--chat-template-kwargs needs a tokenizer whose folder has a chat template");
-    for (int64_t i = 0; i < config->paths.count && status == 0; i++)
+    if (config->images) r.samples.image_config = config->images->config;
+    for (int64_t i = 0; i < config->paths.count && status == 0; i++) {
+        char *folder = mt_path_folder(config->paths.items[i]);
+        r.folder = folder;
         status = read_file(&r, config->paths.items[i], error);
+        free(folder);
+    }
     r.samples.input_length = config->input_length, r.samples.target_length = config->seq_length;
     if (status == 0) status = check_count(&r, error);
     if (status == 0) print_summary(&r);

@@ -8,6 +8,7 @@
 #define MT_SFT_H
 
 #include "../tokens/tokenizer.h"
+#include "image_chat.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -37,6 +38,10 @@ typedef struct mt_samples {
     int64_t *input_offsets; // [count + 1]
     int32_t *inputs;
     int64_t input_length, target_length; // the most of a sample, of inputs and of positions
+    /* of a model with a vision tower: sample s has the pictures [image_offsets[s], image_offsets[s + 1]); else NULL */
+    int64_t *image_offsets; // [count + 1]
+    mt_images images;
+    mt_image_config image_config;
 } mt_samples;
 
 /* Frees the arrays. */
@@ -69,9 +74,11 @@ typedef struct mt_sft_config {
     const char *answer_key; // NULL: answer, ground_truth or reward_model.ground_truth
     bool needs_answer;      // a prompt without an answer is bad
     bool conversations;     // mt_question.conversation is kept
-    mt_strings shares;      // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
-    const char *tag_key;    // NULL: tag
-    mt_strings teachers;    // --teachers, KEY=FOLDER; a prompt without one of these keys is bad. Empty: 0 for all
+    const mt_image_reader *images; // how pictures are read, relative paths in the folder of the file; NULL: lines with
+                                   // pictures are bad
+    mt_strings shares;             // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
+    const char *tag_key;           // NULL: tag
+    mt_strings teachers;     // --teachers, KEY=FOLDER; a prompt without one of these keys is bad. Empty: 0 for all
     const char *teacher_key; // NULL: data_source
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */
     int (*check_answer)(const char *answer, int64_t bytes, mt_error *error);
@@ -93,6 +100,10 @@ typedef struct mt_sft_config {
  * "weight", "loss_weight", "loss", "train", "training" and "trainable" that is 0 or false is not trained on. Fields
  * that would make another sample of a line and are not supported are errors; others that are not read are named in the
  * log.
+ *
+ * With `images` the content of a message may have pictures, and a list "images" may stand beside the messages
+ * (mt_images_take). They are decoded once, so that a bad one is an error of its line, and kept as paths. No image token
+ * is trained on, and a sample that loses a picture by --seq-length is bad.
  *
  *   {"input": "...", "target": "..."} with `input_length`; each may be a list of tokens, which is taken as it is. A
  *   longer one is cut off, and ends with end_id, or the line is left out

@@ -1120,8 +1120,7 @@ static void plan_batches(mt_rl *rl, const int64_t *sequences, int64_t count, con
 /* The source of scoring: a planned micro-batch of any data-parallel rank. */
 static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error) {
     const mt_rl *rl = context;
-    (void)error;
-    mt_step_plan_fill(&rl->plan, slot, rank, &rl->rollouts.samples, 0, batch);
+    if (mt_step_plan_fill(&rl->plan, slot, rank, &rl->rollouts.samples, 0, batch, error) != 0) return -1;
     mt_rollouts_load(&rl->rollouts, batch);
     return 0;
 }

@@ -19,7 +19,7 @@ static void broadcast_sequence(mt_sequence *sequence, const mt_group *group, int
 }
 
 static bool prompts_equal(const mt_sequence *a, const mt_sequence *b) {
-    if (a->num_inputs != b->num_inputs) return false;
+    if (a->num_inputs != b->num_inputs || a->images != b->images) return false;
     if (a->num_inputs > 0 && memcmp(a->inputs, b->inputs, (size_t)a->num_inputs * 4) != 0) return false;
     return a->num_prompt == b->num_prompt && memcmp(a->tokens, b->tokens, (size_t)a->num_prompt * 4) == 0;
 }

@@ -512,9 +512,11 @@ static int mt_options_check_infer(const mt_run_options *o, mt_error *error) {
         return mt_error_set(error, "--out needs --score, --prompt, --prompts or --prompt-tokens");
     if (o->num_return_sequences > 1 && !prompted)
         return mt_error_set(error, "--num-return-sequences needs --prompt, --prompts or --prompt-tokens");
+    if (o->image.count > 0 && !o->chat && o->prompt.count == 0)
+        return mt_error_set(error, "--image needs --prompt or --chat: the message that the pictures go with");
     bool of_chat = MT_GIVEN(o, chat_template) || o->chat_template_kwargs;
-    if (of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
-        return mt_error_set(error, "--chat-template%s needs --chat, --prompts, --serve or --score",
+    if (of_chat && !o->chat && !o->score && !o->prompts && !o->serve && o->image.count == 0)
+        return mt_error_set(error, "--chat-template%s needs --chat, --prompts, --image, --serve or --score",
                             o->chat_template_kwargs ? "-kwargs" : "");
     const char *idle = o->chat ? "chat" : o->serve ? "serve" : o->score ? "score" : o->prompts ? "prompts" : NULL;
     if (o->stack.decoder_num_layers > 0 && idle)

@@ -195,7 +195,8 @@ static bool mt_option_lacks_purpose(const mt_option_reader *reader, const mt_opt
     bool of_saving = row->offset == MT_AT(save_interval) || row->offset == MT_AT(save_interval_fraction);
     if (!o->save && (of_saving || row->offset == MT_AT(keep_checkpoints))) return true;
     bool of_chat = row->offset == MT_AT(chat_template) || row->offset == MT_AT(chat_template_kwargs);
-    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts && !o->serve)
+    if (reader->program == MT_PROGRAM_INFER && of_chat && !o->chat && !o->score && !o->prompts && !o->serve &&
+        o->image.count == 0)
         return true;
     if (reader->program == MT_PROGRAM_INFER && row->offset == MT_AT(num_return_sequences) && o->prompt.count == 0 &&
         !o->prompts && !o->prompt_tokens)

@@ -1536,6 +1536,15 @@ const mt_option mt_option_table[] = {
     {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "texts to continue as one batch; several are printed in order, each after a header", .excludes = "prompt-tokens",
      .own = true},
+    {"image", MT_LIST, MT_AT(image), MT_INFER, MT_OF_RUN, NULL, "FILE",
+     "pictures, PNG or JPEG, for a model with a vision tower: with --prompt each prompt is a user's message with all "
+     "of "
+     "them, in the places <image> of its text or before it; with --chat they go with the first message",
+     .excludes = "prompts, prompt-tokens, serve, score, convert, merge-adapter", .own = true},
+    {"max-image-tokens", MT_INT, MT_AT(max_image_tokens), MT_INFER, MT_OF_RUN, "4096", "[1,1073741824]",
+     "image tokens of pictures whose features have memory at once; with --chat and --serve those of a conversation at "
+     "most",
+     .own = true},
     {"prompts", MT_STRING, MT_AT(prompts), MT_INFER, MT_OF_RUN, NULL, "FILE",
      "prompts to continue, JSON Lines or Parquet as for --stage rl of train, with --chat-template; --out gets a line "
      "for each, in order",
@@ -1581,7 +1590,9 @@ const mt_option mt_option_table[] = {
      "the same, sooner (default: 0)",
      .excludes = "serve-adapter, decoder-num-layers", .needs = "stage rl"},
     {"chat", MT_FLAG, MT_AT(chat), MT_INFER, MT_OF_RUN, NULL, NULL,
-     "hold a conversation: each line is a message, the model responds until its template's end of a turn",
+     "hold a conversation: each line is a message, the model responds until its template's end of a turn; a line "
+     "/image "
+     "FILE adds a picture to the next message",
      .excludes = "prompt, prompt-tokens", .own = true},
     {"system-prompt", MT_STRING, MT_AT(system_prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
      "begin the conversation with this system message", .needs = "chat", .own = true},

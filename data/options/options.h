@@ -203,13 +203,13 @@ typedef struct mt_run_options {
     char *trace;              // a file for the timeline of the steps that follow, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
-    mt_strings prompt;
+    mt_strings prompt, image;
     bool chat;
     char *system_prompt;
     char *prompts, *prompt_tokens, *score, *out, *entropy_out, *logits_out;
     bool print_tokens;
     double top_p, min_p, repetition_penalty;
-    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences;
+    int64_t top_k, max_new_tokens, max_sequences, num_return_sequences, max_image_tokens;
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens, num_speculative_tokens;
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve

@@ -925,6 +925,9 @@ int mt_simulate_check(const mt_options *o, mt_error *error) {
         {o->dynamic_context_parallel,
          "--dynamic-context-parallel is not timed, as its time depends on the samples; leave it out to time rows of "
          "--seq-length on --context-parallel-size ranks"},
+        {o->encoder_num_layers > 0, "an encoder-decoder is not timed so far: the planner has no inputs of an encoder"},
+        {o->vision.tower != MT_VISION_NONE,
+         "a vision tower is not timed so far: the planner has no images; plan the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

@@ -19,6 +19,7 @@
 #include "../checkpoint/run_options.h"
 #include "../report/report.h"
 #include "launch.h"
+#include "picture_prompts.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -54,6 +55,7 @@ void mt_inference_open_tokenizer(mt_inference *r) {
     mt_inference_check(r, status, &error);
     r->tokenizer_path = o->tokenizer_model ? o->tokenizer_model : r->tokenizer_folder;
     mt_inference_check(r, mt_prompt_begins_with_bos(r->tokenizer_path, &begins, &error), &error);
+    mt_inference_check(r, mt_inference_open_pictures(r, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
 }
 
@@ -105,6 +107,7 @@ void mt_inference_open_generator(mt_inference *r, int64_t prompts, int64_t max_t
     if (o->stop.count > 0) stops.ends_text = mt_responses_end, stops.context = &r->responses;
     plan.page_rows = o->inference_dynamic_batching_block_size, plan.max_inputs = r->max_inputs;
     plan.num_drafts = o->num_speculative_tokens;
+    mt_inference_plan_pictures(r, &plan);
     mt_plan_generation(&plan, mt_min(each, o->inference_max_requests), max_tokens, o->kv_cache_tokens);
     mt_inference_open_model(r, &plan);
     if (r->is_first) mt_report_inference(r->model, &r->options, r->context, stderr);
@@ -136,22 +139,62 @@ mt_samples mt_inference_read_prompts(mt_inference *r) {
     config.chat_template_kwargs = r->options.chat_template_kwargs;
     config.chat_template = r->options.chat_template, config.vocab_size = r->options.stack.vocab_size;
     config.seq_length = r->context - 1, config.refuses_long = true; // a line of results for each line
+    config.images = r->takes_pictures ? &r->reader : NULL;
     mt_inference_check(r, mt_samples_read(&prompts, &config, r->tokenizer, &error), &error);
     uint64_t print = mt_samples_fingerprint(&prompts);
     mt_inference_check(r, mt_fingerprints_agree(&print, &name, 1, &r->grid.world, &error), &error);
     return prompts;
 }
 
-int mt_inference_begin_prompt(const mt_inference *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
-                              int64_t id, mt_error *error) {
+/* Begins a sequence from tokens and their pictures, which are freed. */
+static int begin_pictures(mt_inference *r, mt_sequence *sequence, int64_t id, mt_ids *ids, mt_images *images,
+                          mt_error *error) {
+    int status = mt_sequence_begin(sequence, id, ids->data, ids->count, r->context, r->options.max_new_tokens,
+                                   &r->options.stack, error);
+    if (status == 0 && mt_inference_attach(r, sequence, images, error) != 0) {
+        mt_sequence_end(sequence);
+        status = -1;
+    }
+    mt_images_cut(images, 0);
+    free(ids->data);
+    return status;
+}
+
+/* A prompt as a user's message with the pictures of --image. */
+static int begin_shown(mt_inference *r, mt_sequence *sequence, int64_t id, const char *text, mt_error *error) {
+    mt_ids ids = {0};
+    mt_images images = {0};
+    if (mt_inference_encode_shown(r, text, &ids, &images, error) == 0)
+        return begin_pictures(r, sequence, id, &ids, &images, error);
+    free(ids.data);
+    return -1;
+}
+
+int mt_inference_begin_prompt(mt_inference *r, const mt_samples *prompts, int64_t i, mt_sequence *sequence, int64_t id,
+                              mt_error *error) {
     const mt_run_options *o = &r->options;
+    if (o->image.count > 0) return begin_shown(r, sequence, id, o->prompt.items[i], error);
     if (o->prompt_tokens)
         return mt_sequence_parse(sequence, id, o->prompt_tokens, r->context, o->max_new_tokens, &o->stack, error);
     if (o->prompt.count > 0)
         return mt_inference_begin_text(r, sequence, id, o->prompt.items[i], (int64_t)strlen(o->prompt.items[i]), error);
     int64_t first = prompts->offsets[i], tokens = prompts->offsets[i + 1] - first;
-    return mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o->max_new_tokens, &o->stack,
-                             error);
+    if (mt_sequence_begin(sequence, id, prompts->tokens + first, tokens, r->context, o->max_new_tokens, &o->stack,
+                          error) != 0)
+        return -1;
+    return prompts->image_offsets ? mt_inference_attach_line(r, sequence, prompts, i, error) : 0;
+}
+
+int mt_inference_begin_sample(const mt_inference *r, const mt_sequence *first, mt_sequence *sequence, int64_t id,
+                              mt_error *error) {
+    const mt_run_options *o = &r->options;
+    bool encodes = o->stack.decoder_num_layers > 0;
+    int status = encodes ? mt_sequence_begin_mapping(sequence, id, first->inputs, first->num_inputs, r->context,
+                                                     o->max_new_tokens, &o->stack, error)
+                         : mt_sequence_begin(sequence, id, first->tokens, first->num_prompt, r->context,
+                                             o->max_new_tokens, &o->stack, error);
+    sequence->images = first->images;
+    return status;
 }
 
 /* ---- a conversation */
@@ -163,35 +206,44 @@ void mt_inference_open_chat(mt_inference *r) {
     mt_inference_check(r, mt_chat_set_variables(r->chat, o->chat_template_kwargs, &error), &error);
     if (o->system_prompt)
         mt_conversation_add(&r->conversation, "system", o->system_prompt, (int64_t)strlen(o->system_prompt));
+    for (int64_t i = 0; i < o->image.count && o->chat; i++) {
+        int status = mt_inference_show(r, o->image.items[i], &error);
+        mt_inference_check(r, status, &error);
+    }
 }
 
 /* Begins the response to the conversation as sequence `id`. The generator's cache has the turns before it. */
 static int begin_response(mt_inference *r, mt_sequence *sequence, int64_t id, mt_error *error) {
-    const mt_conversation *c = &r->conversation;
-    mt_ids ids = {0}, turns = {0};
-    int status = mt_chat_encode(r->chat, c->messages, c->count, true, &ids, &turns, error);
-    if (status == 0)
-        status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, r->options.max_new_tokens,
-                                   &r->options.stack, error);
+    mt_ids ids = {0};
+    mt_images images = {0};
+    if (mt_inference_encode_talk(r, &ids, &images, error) == 0)
+        return begin_pictures(r, sequence, id, &ids, &images, error);
     free(ids.data);
-    free(turns.data);
-    return status;
+    return -1;
 }
 
 int mt_inference_begin_turn(mt_inference *r, mt_sequence *sequence, int64_t id, const char *line, int64_t bytes,
                             mt_error *error) {
     mt_conversation *c = &r->conversation;
     int64_t first = r->options.system_prompt != NULL;
+    mt_inference_give_shown(r, c->count);
     mt_conversation_add(c, "user", line, bytes);
+    r->has_many_pictures = false;
     int status = begin_response(r, sequence, id, error);
+    bool too_many = r->has_many_pictures; // why it no longer fits
     if (status != 0 && c->count > first + 1) {
+        mt_inference_move_shown(r, c->count - 1, first);
         mt_conversation_cut(c, first);
         mt_conversation_add(c, "user", line, bytes);
         status = begin_response(r, sequence, id, error);
         if (status == 0 && r->is_first)
-            fprintf(stderr, "note: the context of %lld tokens is full; the conversation starts again\n",
-                    (long long)r->context);
+            fprintf(stderr,
+                    too_many ? "note: the pictures have more than --max-image-tokens %lld; the conversation starts "
+                               "again\n"
+                             : "note: the context of %lld tokens is full; the conversation starts again\n",
+                    (long long)(too_many ? r->options.max_image_tokens : r->context));
     }
+    if (status != 0) mt_inference_cut_shown(r, c->count - 1);
     if (status != 0) mt_conversation_cut(c, c->count - 1);
     return status;
 }
@@ -285,6 +337,9 @@ void mt_inference_close(mt_inference *r) {
     mt_chat_close(r->chat);
     mt_conversation_cut(&r->conversation, 0);
     free(r->conversation.messages);
+    mt_inference_cut_shown(r, 0);
+    free(r->shown);
+    mt_inference_forget_pictures(r);
     mt_tokenizer_close(r->tokenizer);
     mt_options_free(&r->options);
     free(r->folder);

@@ -3,6 +3,7 @@
 #ifndef MT_INFERENCE_H
 #define MT_INFERENCE_H
 
+#include "../models/text_images.h"
 #include "../tokens/chat.h"
 #include "../tokens/response.h"
 #include "../tokens/tokenizer.h"
@@ -12,6 +13,12 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* A picture of a conversation. */
+typedef struct mt_shown {
+    int64_t message; // of the conversation; -1: the next one
+    char *path;
+} mt_shown;
 
 typedef struct mt_inference {
     mt_run_options options;
@@ -30,6 +37,15 @@ typedef struct mt_inference {
     mt_responses responses; // the texts of the sequences at hand
     mt_chat *chat;          // --chat, else NULL
     mt_conversation conversation;
+    /* pictures, of a model that takes them: see picture_prompts.h */
+    bool takes_pictures;
+    bool has_many_pictures; // the conversation at hand has more than --max-image-tokens
+    mt_image_reader reader;
+    mt_shown *shown; // [num_shown] of the conversation
+    int64_t num_shown, shown_capacity;
+    mt_text_images **texts; // [num_texts] of the sequences at hand
+    int64_t num_texts;
+    int64_t most_image_tokens, all_image_tokens, most_patches; // of a text, of all, of a picture
 } mt_inference;
 
 /* Opens ranks, grid and folder. Returns false if --print-config was asked for, which is done then. */
@@ -50,10 +66,13 @@ void mt_inference_open_generator(mt_inference *run, int64_t prompts, int64_t max
 /* The prompts of the file --prompts, the same on every rank. */
 mt_samples mt_inference_read_prompts(mt_inference *run);
 
-/* Begin a sequence: from prompt `i` of --prompts, --prompt or --prompt-tokens; or from a text of some bytes. Errors: no
- * text that the tokenizer can encode, a prompt that fills the context. */
-int mt_inference_begin_prompt(const mt_inference *run, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
+/* Begin a sequence: from prompt `i` of --prompts, --prompt or --prompt-tokens; from the prompt of `first`, whose
+ * pictures it shares; or from a text of some bytes. Errors: no text that the tokenizer can encode, a prompt that fills
+ * the context. */
+int mt_inference_begin_prompt(mt_inference *run, const mt_samples *prompts, int64_t i, mt_sequence *sequence,
                               int64_t id, mt_error *error);
+int mt_inference_begin_sample(const mt_inference *run, const mt_sequence *first, mt_sequence *sequence, int64_t id,
+                              mt_error *error);
 int mt_inference_begin_text(const mt_inference *run, mt_sequence *sequence, int64_t id, const char *text, int64_t bytes,
                             mt_error *error);
 

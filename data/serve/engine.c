@@ -17,11 +17,13 @@ typedef struct plan_entry {
     int64_t id, num_prompt, max_new_tokens;
     mt_sampling sampling;
     int64_t views, views_prompt, adapter;
+    int64_t image_bytes; // of its pictures, behind the prompt; -1: they are those of the entry before
 } plan_entry;
 
 /* A sequence of the list. `sampling` has an address of its own, which the sequence holds. */
 typedef struct entry {
     mt_sampling *sampling;
+    mt_text_images *images;
     void *owner;
 } entry;
 
@@ -29,6 +31,7 @@ typedef struct entry {
 typedef struct newcomer {
     mt_logits_view *view;
     void *view_context, *owner;
+    mt_text_images *images;
 } newcomer;
 
 struct mt_engine {
@@ -60,19 +63,32 @@ mt_engine *mt_engine_open(mt_generator *generator, const mt_grid *grid) {
 static void free_sequence(mt_sequence *sequence, entry *at) {
     free(sequence->tokens);
     free(at->sampling);
+    mt_text_images_close(at->images);
 }
 
 void mt_engine_close(mt_engine *e) {
     if (!e) return;
     for (int64_t i = 0; i < e->count; i++) free_sequence(&e->sequences[i], &e->entries[i]);
+    for (int64_t i = 0; i < e->head.num_begins && e->grid->world.rank == 0; i++)
+        mt_text_images_close(e->newcomers[i].images);
     free(e->sequences), free(e->entries), free(e->ends), free(e->begins), free(e->newcomers), free(e);
 }
 
 /* ---- the plan of a step */
 
+/* Bytes of an entry of the plan. */
+static int64_t entry_bytes(const plan_entry *plan) {
+    int64_t images = mt_max(plan->image_bytes, 0);
+    return (int64_t)sizeof *plan + mt_divide_up(plan->num_prompt, 2) * 8 + mt_divide_up(images, 8) * 8;
+}
+
 void mt_engine_add(mt_engine *e, const mt_engine_request *r) {
     plan_entry new = {.id = r->id, .num_prompt = r->num_prompt, .max_new_tokens = r->max_new_tokens};
-    int64_t at = e->begins_bytes, bytes = (int64_t)sizeof new + mt_divide_up(r->num_prompt, 2) * 8;
+    int64_t at = e->begins_bytes, last = e->head.num_begins - 1, bytes;
+    bool again = r->images && last >= 0 && e->newcomers[last].images == r->images;
+    mt_text images = {0};
+    if (r->images && !again && e->grid->world.size > 1) mt_text_images_pack(r->images, &images);
+    new.image_bytes = again ? -1 : images.bytes, bytes = entry_bytes(&new);
     MT_CHECK(r->num_prompt > 0 && r->max_new_tokens >= 0);
     new.sampling = r->sampling, new.views = r->view != NULL, new.views_prompt = r->views_prompt;
     new.adapter = r->adapter;
@@ -80,9 +96,13 @@ void mt_engine_add(mt_engine *e, const mt_engine_request *r) {
     memset(e->begins + at, 0, (size_t)bytes);
     memcpy(e->begins + at, &new, sizeof new);
     memcpy(e->begins + at + sizeof new, r->prompt, (size_t)r->num_prompt * 4);
+    if (images.bytes > 0)
+        memcpy(e->begins + at + sizeof new + mt_divide_up(r->num_prompt, 2) * 8, images.data, (size_t)images.bytes);
+    free(images.data);
     e->begins_bytes = at + bytes;
     e->newcomers = grow(e->newcomers, &e->newcomers_capacity, e->head.num_begins + 1, (int64_t)sizeof *e->newcomers);
-    e->newcomers[e->head.num_begins++] = (newcomer){r->view, r->view_context, r->owner};
+    e->newcomers[e->head.num_begins++] =
+        (newcomer){r->view, r->view_context, r->owner, mt_text_images_share(r->images)};
 }
 
 void mt_engine_end(mt_engine *e, int64_t index) {
@@ -122,14 +142,20 @@ static int64_t begin_sequence(mt_engine *e, const char *from, const newcomer *ne
     mt_sequence *s = &e->sequences[e->count];
     entry *at = &e->entries[e->count++];
     *at = (entry){.sampling = mt_malloc(sizeof *at->sampling), .owner = new ? new->owner : NULL};
+    if (new)
+        at->images = new->images; // which it owns
+    else if (plan.image_bytes > 0)
+        at->images = mt_text_images_unpack(from + sizeof plan + mt_divide_up(plan.num_prompt, 2) * 8);
+    else if (plan.image_bytes < 0)
+        at->images = mt_text_images_share(at[-1].images);
     *at->sampling = plan.sampling;
     *s = (mt_sequence){.id = plan.id, .num_prompt = plan.num_prompt, .num_tokens = plan.num_prompt, .slot = -1};
     s->max_tokens = plan.num_prompt + plan.max_new_tokens, s->sampling = at->sampling;
     s->tokens = mt_malloc(s->max_tokens * 4);
     memcpy(s->tokens, from + sizeof plan, (size_t)plan.num_prompt * 4);
-    s->views_prompt = plan.views_prompt != 0, s->adapter = plan.adapter;
+    s->views_prompt = plan.views_prompt != 0, s->adapter = plan.adapter, s->images = mt_text_images_list(at->images);
     if (plan.views) s->view = new &&new->view ? new->view : view_nothing, s->view_context = new ? new->view_context : 0;
-    return (int64_t)sizeof plan + mt_divide_up(plan.num_prompt, 2) * 8;
+    return entry_bytes(&plan);
 }
 
 /* Leaves out what has ended, then ends and begins what the plan says: on every rank in the same order. */

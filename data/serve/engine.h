@@ -4,7 +4,7 @@
 #ifndef MT_ENGINE_H
 #define MT_ENGINE_H
 
-#include "../../megatron.h"
+#include "../models/text_images.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,8 +22,9 @@ typedef struct mt_engine_request {
     mt_logits_view *view; // on rank 0; NULL: nobody sees logits
     void *view_context;
     bool views_prompt;
-    int64_t adapter; // mt_sequence.adapter
-    void *owner;     // of rank 0: see mt_engine_owner
+    int64_t adapter;        // mt_sequence.adapter
+    mt_text_images *images; // the engine shares them; NULL: none
+    void *owner;            // of rank 0: see mt_engine_owner
 } mt_engine_request;
 
 /* Every rank of the generator's grid opens its engine. The generator is one of mt_generator_create_mixed; both must

@@ -245,9 +245,11 @@ static void add_headers(const mt_http *http, struct MHD_Response *response, cons
     MHD_add_response_header(response, "Access-Control-Allow-Headers", "Authorization, Content-Type");
 }
 
-/* Gives an answer to libmicrohttpd; under the exchange's lock. */
+/* Gives an answer to libmicrohttpd. The exchange's lock is not held: the library takes locks of its own, also where it
+ * calls read_stream, and end_stream where it fails. */
 static enum MHD_Result queue_answer(mt_exchange *x) {
     struct MHD_Response *response;
+    pthread_mutex_lock(&x->lock);
     if (x->is_stream) {
         x->references++;
         response = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_stream, x, end_stream);
@@ -255,9 +257,10 @@ static enum MHD_Result queue_answer(mt_exchange *x) {
     } else {
         response = MHD_create_response_from_buffer((size_t)x->answer.bytes, x->answer.data, MHD_RESPMEM_MUST_COPY);
     }
+    if (response) add_headers(x->http, response, x);
+    x->is_queued = response != NULL;
+    pthread_mutex_unlock(&x->lock);
     if (!response) return MHD_NO;
-    add_headers(x->http, response, x);
-    x->is_queued = true;
     enum MHD_Result result = MHD_queue_response(x->connection, (unsigned)x->status, response);
     MHD_destroy_response(response);
     return result;
@@ -363,10 +366,7 @@ static enum MHD_Result handle(void *context, struct MHD_Connection *connection, 
         *state = x = begin_exchange(http, connection, path, method);
         if (x->refusal != 413) return MHD_YES;
         receive(x); // before the body, which the client need not send
-        pthread_mutex_lock(&x->lock);
-        enum MHD_Result result = queue_answer(x);
-        pthread_mutex_unlock(&x->lock);
-        return result;
+        return queue_answer(x);
     }
     if (*bytes > 0) {
         x->received += (int64_t)*bytes;
@@ -379,15 +379,13 @@ static enum MHD_Result handle(void *context, struct MHD_Connection *connection, 
     if (x->is_queued) return MHD_YES;
     if (!x->is_received) receive(x);
     pthread_mutex_lock(&x->lock);
-    enum MHD_Result result = MHD_YES;
-    if (x->is_answered) {
-        result = queue_answer(x);
-    } else {
+    bool is_answered = x->is_answered;
+    if (!is_answered) {
         x->is_suspended = true;
         MHD_suspend_connection(connection);
     }
     pthread_mutex_unlock(&x->lock);
-    return result;
+    return is_answered ? queue_answer(x) : MHD_YES;
 }
 
 /* The answer is sent, or the connection has ended. */

@@ -79,6 +79,7 @@ void mt_job_begin(mt_job *job, mt_engine *engine) {
         const mt_ids *prompt = choice_prompt(choice);
         mt_engine_request wanted = {.id = i, .prompt = prompt->data, .num_prompt = prompt->count, .owner = choice};
         wanted.max_new_tokens = r->max_new_tokens, wanted.sampling = r->sampling, wanted.adapter = r->adapter;
+        wanted.images = r->images;
         choice->is_live = true;
         if (r->num_rivals >= 0) {
             int64_t first = r->echo ? 1 : prompt->count, end = prompt->count + r->max_new_tokens;

@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 enum { MAX_STOP_STRINGS = 16, MAX_STOP_BYTES = 1024, MAX_MESSAGES = 4096, DEFAULT_NEW_TOKENS = 16 };
 
@@ -208,7 +209,8 @@ static int read_prompts(mt_request *r, const json_t *root, const mt_service *ser
 
 /* The content of a message, to free: a text, or the texts of a list of parts. NULL without a refusal: none. */
 static int read_content(char **text, int64_t *bytes, const json_t *content, mt_request_error *refusal) {
-    static const char wanted[] = "\"content\" of a message must be a text, or a list of parts of the type \"text\"";
+    static const char wanted[] = "\"content\" of a message must be a text, or a list of parts of the type \"text\", "
+                                 "or \"image_url\"";
     mt_text all = {0};
     json_t *part;
     size_t i;
@@ -302,6 +304,122 @@ static int read_messages(talk *t, const json_t *list, mt_request_error *refusal)
     return 0;
 }
 
+/* The text of an error without the folder of the file that it begins with: clients need not know it. */
+static const char *without_folder(const char *text) {
+    const char *end = strstr(text, ": "), *name = text;
+    for (const char *at = text; *text == '/' && end && at < end; at++)
+        if (*at == '/') name = at + 1;
+    return name;
+}
+
+/* ---- pictures of conversations. A request has their bytes: no path of it ever opens a file. */
+
+static bool is_picture(const json_t *part) {
+    const char *type = json_string_value(json_object_get(part, "type"));
+    return type && strcmp(type, "image_url") == 0;
+}
+
+static bool has_pictures(const json_t *messages) {
+    json_t *message, *part;
+    size_t i, k;
+    json_array_foreach(messages, i, message) {
+        json_array_foreach(json_object_get(message, "content"), k, part) {
+            if (is_picture(part)) return true;
+        }
+    }
+    return false;
+}
+
+/* The part of a picture, whose bytes are in its address; nothing else of it is read. NULL: it has another address. */
+static json_t *read_picture(const json_t *part) {
+    const json_t *image = json_object_get(part, "image_url"), *url = json_object_get(image, "url");
+    const char *address = json_string_value(url ? url : image);
+    if (!address || strncasecmp(address, "data:", 5) != 0 || !strstr(address, ";base64,")) return NULL;
+    return json_pack("{s:s, s:s}", "type", "image_url", "image_url", address);
+}
+
+/* The parts of message `number`, texts and pictures. NULL with a refusal. */
+static json_t *read_parts(const json_t *content, int64_t number, mt_request_error *refusal) {
+    json_t *parts = json_array(), *part;
+    size_t i;
+    json_array_foreach(content, i, part) {
+        const char *type = json_string_value(json_object_get(part, "type"));
+        const json_t *said = json_object_get(part, "text");
+        bool is_text = type && strcmp(type, "text") == 0 && json_is_string(said);
+        json_t *read = is_picture(part) ? read_picture(part)
+                       : is_text        ? json_pack("{s:s, s:O}", "type", "text", "text", said)
+                                        : NULL;
+        if (read) {
+            json_array_append_new(parts, read);
+            continue;
+        }
+        json_decref(parts);
+        mt_refuse(refusal, 400, "messages",
+                  is_picture(part)
+                      ? "message %lld: the \"url\" of a picture must be data:image/png;base64, or data:image/jpeg;"
+                        "base64, and its bytes; this server opens no other address"
+                      : "message %lld: a part of its \"content\" has neither the type \"text\" nor \"image_url\"",
+                  (long long)number);
+        return NULL;
+    }
+    return parts;
+}
+
+/* The messages as mt_image_chat_encode takes them. NULL with a refusal. */
+static json_t *read_picture_messages(const json_t *list, mt_request_error *refusal) {
+    json_t *messages = json_array(), *message;
+    size_t i;
+    json_array_foreach(list, i, message) {
+        const char *role = json_string_value(json_object_get(message, "role"));
+        json_t *content = json_object_get(message, "content"), *parts = NULL, *all = other_fields(message);
+        if (!all) all = json_object();
+        bool reads = role && json_is_array(content);
+        if (!role) mt_refuse(refusal, 400, "messages", "message %lld has no \"role\"", (long long)i + 1);
+        if (reads) parts = read_parts(content, (int64_t)i + 1, refusal);
+        if (!role || (reads && !parts)) {
+            json_decref(all), json_decref(messages);
+            return NULL;
+        }
+        json_object_set_new(all, "role", json_string(strcmp(role, "developer") == 0 ? "system" : role));
+        if (reads) json_object_set_new(all, "content", parts);
+        if (!reads && content) json_object_set(all, "content", content);
+        json_array_append_new(messages, all);
+    }
+    return messages;
+}
+
+/* Appends the tokens of a conversation with pictures, which *out has if it is not NULL. */
+static int encode_pictures(mt_ids *ids, mt_text_images **out, const json_t *list, const mt_chat_extras *extras,
+                           bool asks, const mt_service *service, mt_request_error *refusal) {
+    mt_images images = {0};
+    mt_ids turns = {0};
+    mt_error error;
+    if (!service->images)
+        return mt_refuse(refusal, 400, "messages", "this model takes no pictures: it has no vision tower");
+    json_t *messages = read_picture_messages(list, refusal);
+    if (!messages) return -1;
+    pthread_mutex_lock(service->chat_lock);
+    int status = mt_image_chat_encode(service->chat, service->images, messages, NULL, extras, asks, ids, &turns,
+                                      &images, &error);
+    pthread_mutex_unlock(service->chat_lock);
+    json_decref(messages);
+    free(turns.data);
+    if (status != 0)
+        return mt_refuse(refusal, 400, "messages", "the conversation and its pictures cannot be read: %.1500s",
+                         without_folder(error.text));
+    mt_text_images *read = mt_text_images_open(&images, service->images, ids->data, ids->count);
+    int64_t tokens = mt_text_images_tokens(read);
+    if (out)
+        *out = read;
+    else
+        mt_text_images_close(read);
+    if (tokens <= service->max_image_tokens) return 0;
+    return mt_refuse(refusal, 400, "messages",
+                     "the pictures of the conversation have %lld tokens, and this server takes %lld; send fewer or "
+                     "smaller ones",
+                     (long long)tokens, (long long)service->max_image_tokens);
+}
+
 /* Each tool is a function with a name, as templates expect. */
 static int check_tools(const json_t *tools, mt_request_error *refusal) {
     json_t *tool;
@@ -318,19 +436,11 @@ static int check_tools(const json_t *tools, mt_request_error *refusal) {
     return 0;
 }
 
-/* The text of an error without the folder of the file that it begins with: clients need not know it. */
-static const char *without_folder(const char *text) {
-    const char *end = strstr(text, ": "), *name = text;
-    for (const char *at = text; *text == '/' && end && at < end; at++)
-        if (*at == '/') name = at + 1;
-    return name;
-}
-
 /* Appends the tokens of the conversation, up to the header of the answer if that is wanted. */
-static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_tools, const mt_service *service,
-                       mt_request_error *refusal) {
-    const json_t *tools = field(root, "tools"), *choice = field(root, "tool_choice"),
-                 *variables = field(root, "chat_template_kwargs");
+static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_tools, mt_text_images **images,
+                       const mt_service *service, mt_request_error *refusal) {
+    const json_t *messages = json_object_get(root, "messages"), *tools = field(root, "tools"),
+                 *choice = field(root, "tool_choice"), *variables = field(root, "chat_template_kwargs");
     const char *chosen = json_string_value(choice);
     if (!service->chat)
         return mt_refuse(refusal, 400, "messages", "this server has no chat template: %.1500s",
@@ -344,12 +454,15 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_too
     if ((tools || variables) && !mt_chat_takes_extras(service->chat))
         return mt_refuse(refusal, 400, tools ? "tools" : "chat_template_kwargs",
                          "the chat template of this server takes no %s; leave them out", tools ? "tools" : "variables");
+    mt_chat_extras extras = {.tools = tools, .variables = variables};
+    if (has_tools) *has_tools = tools != NULL;
+    if (has_pictures(messages) && json_array_size(messages) <= MAX_MESSAGES)
+        return encode_pictures(ids, images, messages, &extras, asks, service, refusal);
     talk t = {0};
     mt_ids turns = {0};
     mt_error error;
-    int status = read_messages(&t, json_object_get(root, "messages"), refusal);
+    int status = read_messages(&t, messages, refusal);
     if (status == 0) {
-        mt_chat_extras extras = {.tools = tools, .variables = variables};
         if (t.has_fields) extras.fields = (const json_t *const *)t.fields;
         pthread_mutex_lock(service->chat_lock);
         mt_chat_set_extras(service->chat, &extras);
@@ -360,7 +473,6 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_too
             mt_refuse(refusal, 400, "messages", "the conversation does not fit the chat template: %.1500s",
                       without_folder(error.text));
     }
-    if (has_tools) *has_tools = tools != NULL;
     free(turns.data);
     free_talk(&t);
     return status;
@@ -368,7 +480,7 @@ static int encode_talk(mt_ids *ids, const json_t *root, bool asks, bool *has_too
 
 static int read_conversation(mt_request *r, const json_t *root, const mt_service *service, mt_request_error *refusal) {
     r->prompts = mt_calloc((int64_t)sizeof *r->prompts), r->num_prompts = 1;
-    if (encode_talk(&r->prompts[0], root, true, &r->has_tools, service, refusal) != 0) return -1;
+    if (encode_talk(&r->prompts[0], root, true, &r->has_tools, &r->images, service, refusal) != 0) return -1;
     return check_prompt(&r->prompts[0], "messages", service, refusal);
 }
 
@@ -544,6 +656,7 @@ int mt_request_read(mt_request *r, bool is_chat, const char *body, int64_t bytes
 
 void mt_request_free(mt_request *r) {
     for (int64_t i = 0; i < r->num_prompts; i++) free(r->prompts[i].data);
+    mt_text_images_close(r->images);
     free(r->prompts);
     mt_strings_free(&r->stop);
     *r = (mt_request){.is_chat = false};
@@ -559,7 +672,7 @@ static int encode_any(mt_ids *ids, const json_t *root, const mt_service *service
         read_bool(root, "add_generation_prompt", &asks, refusal) != 0)
         return -1;
     if (is_talk && prompt) return mt_refuse(refusal, 400, "prompt", "give \"prompt\" or \"messages\", not both");
-    if (is_talk) return encode_talk(ids, root, asks, NULL, service, refusal);
+    if (is_talk) return encode_talk(ids, root, asks, NULL, NULL, service, refusal);
     if (json_is_string(prompt))
         return encode_text(ids, json_string_value(prompt), (int64_t)json_string_length(prompt), begins, service,
                            "prompt", refusal);

@@ -4,6 +4,7 @@
 #define MT_REQUEST_H
 
 #include "../base/file.h"
+#include "../models/text_images.h"
 #include "../tokens/chat.h"
 #include "../tokens/tokenizer.h"
 
@@ -25,7 +26,9 @@ typedef struct mt_service {
     int64_t max_new_tokens; // likewise; -1: 16 for a completion, what the context leaves for a chat
     mt_chat *chat;          // NULL: no conversations, because of:
     mt_error no_chat;
-    pthread_mutex_t *chat_lock; // a template renders one conversation at a time
+    pthread_mutex_t *chat_lock;    // a template renders one conversation at a time
+    const mt_image_reader *images; // NULL: the model takes no pictures
+    int64_t max_image_tokens;      // of a conversation
 } mt_service;
 
 /* A request that is refused: the status of HTTP, one sentence, and the field it is about (NULL: none). */
@@ -42,6 +45,7 @@ typedef struct mt_request {
     bool is_chat, has_tools;
     mt_ids *prompts;                  // [num_prompts]
     int64_t num_prompts, num_choices; // continuations of each prompt
+    mt_text_images *images;           // of the one prompt of a conversation; NULL: none
     int64_t max_new_tokens;           // of every choice; fits the context
     mt_sampling sampling;
     bool has_seed;

@@ -6,6 +6,7 @@
 #include "../options/option_rules.h"
 #include "../options/option_table.h"
 #include "../report/report.h"
+#include "../run/picture_prompts.h"
 #include "../tokens/tokenizer_encode.h"
 #include "../tokens/tokenizer_vocab.h"
 #include "adapters.h"
@@ -583,7 +584,8 @@ static void describe_service(server *s) {
     v->sampling.repetition_penalty = o->repetition_penalty, v->sampling.top_k = o->top_k;
     v->sampling.seed = (uint64_t)o->stack.seed;
     v->max_new_tokens = MT_GIVEN(o, max_new_tokens) ? o->max_new_tokens : -1;
-    v->chat = r->chat, v->chat_lock = &s->chat_lock;
+    v->chat = r->chat, v->chat_lock = &s->chat_lock, v->images = r->takes_pictures ? &r->reader : NULL;
+    v->max_image_tokens = mt_min(o->max_image_tokens, r->context);
 }
 
 /* The model with a generator for requests of all kinds. */
@@ -597,6 +599,7 @@ static void open_generator(mt_inference *r, const mt_serve_adapters *adapters, m
     int64_t cache = o->kv_cache_tokens > 0 ? o->kv_cache_tokens : mt_max(CACHE_TOKENS, r->context);
     int64_t viewed = mt_clamp(VIEWED_BYTES / (o->stack.vocab_size * 4), 1, prefill);
     plan.num_drafts = drafts;
+    mt_inference_plan_pictures(r, &plan);
     mt_plan_generation(&plan, most, r->context, cache);
     plan.max_logits = mt_max(plan.max_logits, decoded + viewed);
     plan.num_adapters = adapters->names.count;

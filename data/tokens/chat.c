@@ -334,19 +334,6 @@ mt_chat_template mt_chat_recognise(const char *jinja) {
     return MT_CHAT_AUTO;
 }
 
-/* The folder that a tokenizer's path stands in, to free. */
-static char *folder_of(const char *path) {
-    struct stat info;
-    char *folder = mt_strdup(path), *slash = strrchr(folder, '/');
-    bool is_file = stat(path, &info) == 0 && S_ISREG(info.st_mode);
-    if (is_file) strcpy(slash ? slash : folder, slash ? "" : ".");
-    if (!*folder) {
-        free(folder);
-        folder = mt_strdup("/");
-    }
-    return folder;
-}
-
 /* Templates by name, and the file that they come from. */
 typedef struct templates {
     json_t *texts;
@@ -398,7 +385,21 @@ static void add_configured(templates *t, const json_t *config) {
     }
 }
 
-/* Reads the chat templates of a folder: its files of templates, or else those in tokenizer_config.json. */
+/* Adds the template of chat_template.json, in which processors of models with a vision tower had theirs. */
+static int add_processor(templates *t, const char *folder) {
+    static const char name[] = "chat_template.json";
+    if (!mt_folder_has(folder, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    json_t *file = mt_json_read(path, t->error);
+    t->file = name;
+    add_configured(t, file);
+    json_decref(file);
+    free(path);
+    return file ? 0 : -1;
+}
+
+/* Reads the chat templates of a folder: its files of templates, or else those in tokenizer_config.json, or in
+ * chat_template.json. */
 static int read_templates(templates *t, const char *folder, const json_t *config) {
     static const char single[] = "chat_template.jinja";
     char *path = mt_path_join(folder, single), *others = mt_path_join(folder, ADDITIONAL);
@@ -412,6 +413,7 @@ static int read_templates(templates *t, const char *folder, const json_t *config
         t->file = "tokenizer_config.json";
         add_configured(t, config);
     }
+    if (status == 0 && json_object_size(t->texts) == 0) status = add_processor(t, folder);
     if (status == 0 && json_object_size(t->texts) > 0 && !json_object_get(t->texts, "default"))
         status = mt_error_set(t->error,
                               "%s: has several chat templates and none is named default; name one so, or choose a "
@@ -475,7 +477,7 @@ enum { RENDER_SECONDS = 60 };
 static int find_template(mt_jinja **jinja, json_t **texts, mt_chat_template *kind, const char *path,
                          const mt_tokenizer *tokenizer, mt_error *error) {
     static const char *const files[] = {"tokenizer_config.json", "special_tokens_map.json"};
-    char *folder = folder_of(path);
+    char *folder = mt_path_folder(path);
     json_t *tokens = json_object(), *config[2] = {NULL, NULL};
     templates t = {.texts = json_object(), .error = error};
     int status = 0;

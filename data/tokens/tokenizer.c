@@ -111,9 +111,10 @@ static int keep_beside(mt_tokenizer *tokenizer, const char *folder, const char *
 }
 
 /* Files beside the tokenizer's own that belong to it: the tokens that begin and end texts, templates of conversations,
- * and the forms that other programs read. transformers keeps further templates in a folder. */
-static const char *const beside[] = {"tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-                                     "special_tokens_map.json", "added_tokens.json"};
+ * sizes of pictures, and the forms that other programs read. transformers keeps further templates in a folder. */
+static const char *const beside[] = {"tokenizer_config.json",   "chat_template.jinja", "chat_template.json",
+                                     "special_tokens_map.json", "added_tokens.json",   "processor_config.json",
+                                     "preprocessor_config.json"};
 static const char *const other_forms[] = {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
                                           "tiktoken.model"};
 /* The code by which transformers reads tiktoken.model. */
