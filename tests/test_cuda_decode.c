@@ -304,16 +304,17 @@ static void keys_in_pages_give_the_bits_of_keys_in_order(void **state) {
         mt_span *device = to_gpu(p.spans, sizeof p.spans);
         int32_t *device_table = to_gpu(table, sizeof table);
         call.spans = (mt_spans){.host = p.spans, .device = device, .count = p.count};
-        bool serves = true;
+        bool serves = true, serves_rows = false; // mma needs more than 64 KiB of shared memory for these heads
         for (int i = 0; i < 2 && serves; i++) {
             operands *o = i ? &pages : &rows;
             call.q = o->q.device, call.k = o->k.device, call.v = o->v.device;
             call.out = o->out.device, call.lse = o->lse.device;
             if (i) call.pages = (mt_pages){device_table, PAGE, PAGES};
             serves = rung_named(rung)->forward(&call, dtype, deterministic_stream);
+            serves_rows |= serves;
             fetch(&o->out), fetch(&o->lse);
         }
-        if (!serves && k / 2 < 3) fail_msg("%s does not serve pages", rung);
+        if (!serves && (k / 2 < 2 || (k / 2 < 3 && serves_rows))) fail_msg("%s does not serve pages", rung);
         if (serves) assert_memory_equal(rows.out.host, pages.out.host, (size_t)buffer_bytes(&rows.out));
         if (serves) assert_memory_equal(rows.lse.host, pages.lse.host, (size_t)buffer_bytes(&rows.lse));
         gpu->memory_free(device), gpu->memory_free(device_table);
