@@ -1,5 +1,6 @@
 #!/bin/sh
-# The demo of pictures as `make demo-vision` runs it: the model learns to name colours and places of shapes.
+# The demo of pictures, as `make demo-vision` runs it with fewer iterations: the model learns to name colours and places
+# of shapes. After all 800 it names 98 to 100 in a hundred.
 set -u
 . tests/suite.sh
 command -v python3 >/dev/null || {
@@ -13,14 +14,14 @@ shares() {
 }
 
 the_demo_learns_to_name_colours_and_places() {
-    DEMO_DIR=$work/demo data/scripts/demo-vision.sh >"$work/out" 2>"$work/err" || {
+    DEMO_ITERS=500 DEMO_DIR=$work/demo data/scripts/demo-vision.sh >"$work/out" 2>"$work/err" || {
         grep 'built without libpng\|needs python3-jinja2' "$work/err" && exit 0
         return 1
     }
     [ ! -s "$work/err" ] && [ "$(shares 5 | wc -l)" -eq 3 ] || return 1
     first=$(shares 5 | head -n 1) last=$(shares 5 | tail -n 1) new=$(shares 14 | tail -n 1)
     echo "from $first% to $last%, new combinations $new%" >>"$work/err"
-    awk -v a="$first" -v b="$last" -v new="$new" 'BEGIN { exit !(a < 5 && b > 90 && new > 90) }'
+    awk -v a="$first" -v b="$last" -v new="$new" 'BEGIN { exit !(a < 5 && b > 75 && new > 75) }'
 }
 
 # The page stands alone, with a picture for each answer that it shows.
@@ -28,7 +29,7 @@ the_demo_leaves_a_page() {
     page=$work/demo/page.html
     [ "$(grep -o '<figcaption' "$page" | wc -l)" -ge 24 ] &&
         [ "$(grep -o '<img alt=[^>]* src="data:image/png;base64,' "$page" | wc -l)" -ge 24 ] &&
-        ! grep -q 'src="[^d]\|http' "$page" && says '<td>800<td>' "$page"
+        ! grep -q 'src="[^d]\|http' "$page" && says '<td>500<td>' "$page"
 }
 
 check the_demo_learns_to_name_colours_and_places the_demo_learns_to_name_colours_and_places

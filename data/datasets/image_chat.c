@@ -9,8 +9,8 @@
 #include <string.h>
 #include <strings.h>
 
-static const char placeholder[] = "<image>"; // of a picture in a text, as in LLaMA-Factory, verl and ROLL
-enum { PLACEHOLDER_BYTES = sizeof placeholder - 1 };
+static const char image_mark[] = "<image>"; // of a picture in a text, as in LLaMA-Factory, verl and ROLL
+enum { IMAGE_MARK_BYTES = sizeof image_mark - 1 };
 
 void mt_images_cut(mt_images *images, int64_t count) {
     while (images->count > count) free(images->items[--images->count].source);
@@ -90,11 +90,11 @@ static json_t *image_part(void) {
     return json_pack("{s:s}", "type", "image");
 }
 
-/* Appends the parts of a text, with a picture for each placeholder. */
+/* Appends the parts of a text, with a picture for each image_mark. */
 static int split_text(mt_images *images, beside_list *beside, json_t *parts, const json_t *content, mt_error *error) {
     const char *text = json_string_value(content), *end = text + json_string_length(content);
     for (const char *at = text; at <= end; at++) {
-        bool found = end - at >= PLACEHOLDER_BYTES && memcmp(at, placeholder, PLACEHOLDER_BYTES) == 0;
+        bool found = end - at >= IMAGE_MARK_BYTES && memcmp(at, image_mark, IMAGE_MARK_BYTES) == 0;
         if (!found && at < end) continue;
         if (at > text)
             json_array_append_new(
@@ -102,7 +102,7 @@ static int split_text(mt_images *images, beside_list *beside, json_t *parts, con
         if (!found) break;
         json_array_append_new(parts, image_part());
         if (take_beside(images, beside, error) != 0) return -1;
-        text = at + PLACEHOLDER_BYTES, at = text - 1;
+        text = at + IMAGE_MARK_BYTES, at = text - 1;
     }
     return 0;
 }
@@ -132,7 +132,7 @@ static int take_content(mt_images *images, beside_list *beside, json_t *message,
     json_t *content = json_object_get(message, key), *part;
     size_t i;
     int status = 0;
-    bool splits = beside->count > 0 && json_is_string(content) && strstr(json_string_value(content), placeholder);
+    bool splits = beside->count > 0 && json_is_string(content) && strstr(json_string_value(content), image_mark);
     if (!splits && !json_is_array(content)) return 0;
     json_t *parts = json_array();
     if (splits) status = split_text(images, beside, parts, content, error);
@@ -159,7 +159,7 @@ int mt_images_take(mt_images *images, json_t *messages, const json_t *list, cons
     return mt_error_set(error,
                         "has %lld pictures in \"images\" and %lld places for them, %s in a text or a part "
                         "{\"type\": \"image\"} without a path; each picture needs one",
-                        (long long)beside.count, (long long)beside.taken, placeholder);
+                        (long long)beside.count, (long long)beside.taken, image_mark);
 }
 
 /* ---- files */
