@@ -3,7 +3,7 @@
 # by its path than when Pillow's picture of the same file is passed.
 #
 #   A good guess:  processor(images=[PATH]) and processor(images=[Image.open(PATH)]) are the same: both read the file by
-#                  Pillow, and the processor makes RGB of what it gets (do_convert_rgb).
+#                  Pillow, and the processor makes RGB of any picture (do_convert_rgb).
 #   What happens:  a path is opened by a helper that converts it to RGB at once, which drops the coverage: a wholly
 #                  transparent red becomes red. Pillow's picture still has its coverage, and the processor lays it over
 #                  white. Training data that names files and an application that opens them see other pictures.
