@@ -2,6 +2,7 @@
 // Sections of megatron.c: §2 §8 §9a
 #include "../cuda/limits.h"
 #include "../data/base/file.h"
+#include "../data/base/signals.h"
 #include "../data/options/megatron_names.h"
 #include "../data/options/option_help.h"
 #include "../data/options/option_reader.h"
@@ -17,6 +18,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -4131,6 +4133,39 @@ static void a_forgotten_size_is_named(void **state) {
     mt_model_destroy(model);
 }
 
+static void ask_to_stop(void) {
+    raise(SIGTERM);
+}
+
+/* A launcher ends the ranks of a job when the first of them has ended: then a run that was refused says nothing of a
+ * step. */
+static void a_signal_after_a_refusal_adds_no_line(void **state) {
+    (void)state;
+    int ends[2], status;
+    char text[400] = "";
+    assert_int_equal(pipe(ends), 0);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        static mt_run_options options;
+        mt_grid grid = mt_grid_of_one;
+        mt_error error;
+        mt_error_set(&error, "no such thing");
+        dup2(ends[1], STDERR_FILENO);
+        mt_signals_hold();
+        mt_signals_note("stopping\n", "stopping\n");
+        atexit(ask_to_stop);
+        mt_report_refusal(&grid, &options, -1, &error);
+        _exit(9);
+    }
+    close(ends[1]);
+    for (ssize_t n, all = 0; (n = read(ends[0], text + all, sizeof text - 1 - (size_t)all)) > 0;) all += n;
+    close(ends[0]);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+    assert_string_equal(text, "error: no such thing\n");
+}
+
 static const struct CMUnitTest tests[] = {
     cmocka_unit_test(a_forgotten_size_is_named),
     cmocka_unit_test(defaults_are_those_of_megatron),
@@ -4222,6 +4257,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
     cmocka_unit_test(the_model_of_hf_config_must_be_that_of_load),
     cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
+    cmocka_unit_test(a_signal_after_a_refusal_adds_no_line),
     cmocka_unit_test(rope_is_read_in_both_forms),
     cmocka_unit_test(yarn_without_rounded_ranges_is_that_of_transformers),
     cmocka_unit_test(windows_are_read_for_each_layer),

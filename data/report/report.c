@@ -332,6 +332,7 @@ void mt_report_close(mt_report *report) {
 
 void mt_report_refusal(mt_grid *grid, const mt_run_options *options, int status, mt_error *error) {
     if (mt_agree(&grid->world, status != 0, error) == 0) return;
+    mt_signals_note("", ""); // the first rank that ends has mpirun send the others a SIGTERM
     fflush(stdout);
     mt_options_name_typed(options, error);
     if (grid->world.rank == 0) fprintf(stderr, "error: %s\n", error->text);
