@@ -12460,9 +12460,10 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
     }
 }
 
-/* dhidden = gradient of the main model's hidden state from all modules. */
-static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden) {
-    void *dnormed = m->scratch.dnormed, *dresidual = m->scratch.dresidual;
+/* dhidden = gradient of the main model's hidden state from all modules. dresidual[R, C]: memory for the gradient of
+ * each module's residual stream. */
+static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden, void *dresidual) {
+    void *dnormed = m->scratch.dnormed;
     int64_t word = mt_word_bucket(m);
     for (int64_t k = m->mtp->count - 1; k >= 0; k--) {
         mt_layer *w = mt_mtp_layer(m, p, k);
@@ -12876,12 +12877,12 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     if (p->training) mt_mtp_forward(m, p);
 }
 
-/* dhidden = the gradient of the last layer's output. A tied head's gradient is complete only when the embedding has
- * added its own. */
+/* dhidden = the gradient of the last layer's output; the modules use its memory first. A tied head's gradient is
+ * complete only when the embedding has added its own. */
 static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     const mt_output *out = &p->mb->outputs[0];
     void *dnormed = m->scratch.dnormed, *dnormed_of_modules = m->mtp->dhidden;
-    mt_mtp_backward(m, p, dnormed_of_modules);
+    mt_mtp_backward(m, p, dnormed_of_modules, dhidden);
     mt_bucket_acquire(m, m->output_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
     mt_head_backward(m, p, out, p->batch->labels, dnormed);
@@ -20580,8 +20581,8 @@ typedef struct mt_key_list {
 } mt_key_list;
 
 /* rows[count, D] = columns [column, column + D) of x, of keys number first and on. */
-static void mt_gather_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, const void *x,
-                           int64_t stride, int64_t column, int64_t D, mt_dtype dtype) {
+static void mt_load_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, const void *x,
+                         int64_t stride, int64_t column, int64_t D, mt_dtype dtype) {
     const mt_pages *pages = &keys->pages;
     for (int64_t i = 0; i < count; i++) {
         int64_t row = keys->span->k_start + (keys->listed ? keys->listed[first + i] : first + i);
@@ -20700,7 +20701,7 @@ static mt_indexer_query mt_indexer_open(const mt_indexer_args *a, int64_t t, boo
 /* query->k and query->products[H, columns] for keys number j0 and on. */
 static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64_t columns) {
     int64_t H = query->a->H, D = query->a->D;
-    mt_gather_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
+    mt_load_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
     mt_matrix q = {.data = query->q, .stride = D}, k = {.data = query->k, .stride = D, .transposed = true};
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
@@ -20880,7 +20881,7 @@ static void mt_sparse_logits(float *logits, const mt_attention *call, const mt_k
     int64_t D = call->head_size, group = head / (call->num_heads / call->num_groups);
     for (int64_t j0 = 0, columns; j0 < keys->count; j0 += columns) {
         columns = mt_min(MT_KEYS, keys->count - j0);
-        mt_gather_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
+        mt_load_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
         mt_matmul(logits + j0, columns, (mt_matrix){.data = q, .stride = D},
                   (mt_matrix){.data = k_block, .stride = D, .transposed = true}, 1, columns, D, false);
     }
@@ -20935,7 +20936,7 @@ static void mt_cpu_sparse_attention_forward(const mt_sparse_attention *a, mt_dty
             memset(sums, 0, (size_t)Dv * sizeof *sums);
             for (int64_t j0 = 0, columns; j0 < keys.count; j0 += columns) {
                 columns = mt_min(MT_KEYS, keys.count - j0);
-                mt_gather_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
+                mt_load_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
                 mt_matmul(sums, Dv, (mt_matrix){.data = p + j0, .stride = columns},
                           (mt_matrix){.data = rows, .stride = Dv}, 1, Dv, columns, true);
             }
@@ -20957,8 +20958,8 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     const float *out = mt_row_load(row + D, call->out, out_at, Dv, dtype);
     const float *dout = mt_row_load(row + D + Dv, call->dout, out_at, Dv, dtype);
     for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
-    mt_gather_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
-    mt_gather_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
+    mt_load_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
+    mt_load_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
     mt_matmul(p, n, (mt_matrix){.data = q, .stride = D}, (mt_matrix){.data = k, .stride = D, .transposed = true}, 1, n,
               D, false);
     mt_matmul(ds, n, (mt_matrix){.data = dout, .stride = Dv}, (mt_matrix){.data = v, .stride = Dv, .transposed = true},
@@ -21660,8 +21661,8 @@ static void mt_vision_layer_forward(mt_model *m, const mt_pass *p, int64_t i, co
     mt_bucket_release(m, w->bucket);
 }
 
-/* scratch.dhidden[P, Cv]: the gradient of the layer's output in, that of its input x out. */
-static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
+/* dhidden[P, Cv]: the gradient of the layer's output in, that of its input x out. */
+static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *dhidden) {
     const mt_vision_layer *w = &m->vision->layers[i];
     mt_vision_scratch *s = m->vision->scratch;
     int64_t P = p->rows, C = m->vision->C;
@@ -21669,7 +21670,7 @@ static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, c
     const mt_vision_values *a = mt_vision_values_of(m, p, i);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    mt_linear_io fc2 = {.x = a->active, .dy = s->dhidden, .dx = s->dactive};
+    mt_linear_io fc2 = {.x = a->active, .dy = dhidden, .dx = s->dactive};
     mt_linear_backward(mt_linears(p), &w->fc2, &fc2, MT_BACKWARD_BOTH);
     mt_activation_args activation = mt_vision_activation(m, P, a);
     activation.dy = s->dactive, activation.dx = s->dfc1;
@@ -21677,9 +21678,9 @@ static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, c
     mt_linear_io fc1 = {.x = a->norm2.y, .dy = s->dfc1, .dx = s->dnormed};
     mt_linear_backward(mt_linears(p), &w->fc1, &fc1, MT_BACKWARD_BOTH);
     mt_norm_args norm2 = mt_vision_norm(P, C, &w->norm2, &a->norm2);
-    norm2.x = a->middle, norm2.dy = s->dnormed, norm2.dresidual = norm2.dx = s->dhidden;
+    norm2.x = a->middle, norm2.dy = s->dnormed, norm2.dresidual = norm2.dx = dhidden;
     mt_norm_backward_of(m, p, &norm2);
-    mt_linear_io o = {.x = a->attended, .dy = s->dhidden, .dx = s->dattended};
+    mt_linear_io o = {.x = a->attended, .dy = dhidden, .dx = s->dattended};
     mt_linear_backward(mt_linears(p), &w->o, &o, MT_BACKWARD_BOTH);
     mt_attention attention = mt_vision_attention(m, p, i, a);
     attention.dout = s->dattended, attention.row_dot = s->row_dot, attention.dq = s->dqkv;
@@ -21690,7 +21691,7 @@ static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, c
     mt_linear_io qkv = {.x = a->norm1.y, .dy = s->dqkv, .dx = s->dnormed};
     mt_linear_backward(mt_linears(p), &w->qkv, &qkv, MT_BACKWARD_BOTH);
     mt_norm_args norm1 = mt_vision_norm(P, C, &w->norm1, &a->norm1);
-    norm1.x = x, norm1.dy = s->dnormed, norm1.dresidual = norm1.dx = s->dhidden;
+    norm1.x = x, norm1.dy = s->dnormed, norm1.dresidual = norm1.dx = dhidden;
     mt_norm_backward_of(m, p, &norm1);
     mt_bucket_gradients_release(m, w->bucket, p->last);
     mt_bucket_release(m, w->bucket);
@@ -21728,8 +21729,8 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
     mt_bucket_release(m, w->bucket);
 }
 
-/* Adds to scratch.dhidden the gradient of x, or with `first` writes it. */
-static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, bool first) {
+/* dhidden[P, Cv] += the gradient of x, or with `first` = it. */
+static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *dhidden, bool first) {
     const mt_merger *w = &m->vision->mergers[i];
     const mt_merger_values *a = &p->mb->vision.mergers[i];
     mt_vision_scratch *s = m->vision->scratch;
@@ -21744,7 +21745,7 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
     mt_linear_io fc1 = {.x = a->norm.y, .dy = s->dfc1, .dx = s->dnormed};
     mt_linear_backward(mt_linears(&tokens), &w->fc1, &fc1, MT_BACKWARD_BOTH);
     mt_norm_args norm = mt_merger_norm(m, p, i, a);
-    norm.x = x, norm.dy = s->dnormed, norm.dx = s->dhidden, norm.dresidual = first ? NULL : s->dhidden;
+    norm.x = x, norm.dy = s->dnormed, norm.dx = dhidden, norm.dresidual = first ? NULL : dhidden;
     mt_norm_backward_of(m, p, &norm);
     mt_bucket_gradients_release(m, w->bucket, p->last);
     mt_bucket_release(m, w->bucket);
@@ -21789,16 +21790,17 @@ static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
     mt_bucket_release(m, w->bucket);
 }
 
-static void mt_vision_input_backward(mt_model *m, const mt_pass *p) {
+/* From dhidden[P, Cv], the gradient of the first layer's input. */
+static void mt_vision_input_backward(mt_model *m, const mt_pass *p, const void *dhidden) {
     const mt_vision_input *w = &m->vision->input;
     const mt_vision_batch *v = &p->mb->vision;
     mt_vision_scratch *s = m->vision->scratch;
     int64_t P = p->rows, C = m->vision->C, count = m->options->vision.num_positions;
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    mt_linear_backward_weight(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .dy = s->dhidden});
+    mt_linear_backward_weight(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .dy = dhidden});
     for (int i = 0; i < MT_VISION_TAPS && w->positions.dw; i++) {
-        m->ops->scale_rows_forward(&(mt_scale_rows_args){P, C, v->tap_weights + i * P, .x = s->dhidden, .y = s->sum},
+        m->ops->scale_rows_forward(&(mt_scale_rows_args){P, C, v->tap_weights + i * P, .x = dhidden, .y = s->sum},
                                    m->dtype, p->stream);
         m->ops->scatter_add_rows(
             &(mt_row_args){P, C, v->taps + i * P, .from = s->sum, .to = w->positions.dw, .count = count}, m->dtype,
@@ -21872,21 +21874,22 @@ static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool g
 static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = &p->mb->vision;
     mt_vision *t = m->vision;
+    void *dhidden = t->scratch->dhidden;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
     bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
     bool runs = mt_has_images(p) && any;
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
-        if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], true);
+        if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], dhidden, true);
         if (merger == 0 && !runs) mt_vision_skip(m, p, t->mergers[0].bucket, any);
         merger = i > 0 ? mt_deepstack_of(m, i - 1) : -1;
-        if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], false);
+        if (merger > 0 && runs) mt_merger_backward(m, &patches, merger, v->hidden[i], dhidden, false);
         if (merger > 0 && !runs) mt_vision_skip(m, p, t->mergers[merger].bucket, any);
-        if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1]);
+        if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1], dhidden);
         if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
     if (runs && tower)
-        mt_vision_input_backward(m, &patches);
+        mt_vision_input_backward(m, &patches, dhidden);
     else
         mt_vision_skip(m, p, t->input.bucket, tower);
 }
