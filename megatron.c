@@ -17738,7 +17738,7 @@ static bool mt_batcher_grow(mt_batcher *b, mt_sequence *sequences, int64_t i) {
     return true;
 }
 
-/* Pages for the drafts of running sequence i, as far as there are free ones; the other drafts are dropped. */
+/* Pages for the drafts of a running sequence, as far as there are free ones; the other drafts are dropped. */
 static void mt_batcher_grow_drafts(mt_batcher *b, mt_sequence *sequence) {
     mt_cache_slot *s = &b->slots[sequence->slot];
     int64_t rows = b->plan.page_rows, wanted = s->num_cached + 1 + sequence->num_drafts;

@@ -22,13 +22,8 @@ awk -v n="$clients" 'BEGIN { for (i = 0; i < n; i++) printf "{\"prompt\": \"Text
 set -- --load "$work/model" --device cpu --inference-max-requests "$clients" "$@"
 "$infer" "$@" --serve 0 2>"$work/log" >"$work/served" </dev/null &
 server=$!
-trap 'kill -KILL $server; rm -rf "$work"' EXIT
-port=''
-while [ -z "$port" ]; do
-    sleep 0.2
-    port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
-    kill -0 $server
-done
+trap '[ -z "$server" ] || kill -KILL $server; rm -rf "$work"' EXIT
+await_port
 python3 tests/serve_check.py "$port" rates "$work/prompts.jsonl" "$tokens" "$rounds" $server "$infer" "$@" \
     --chat-template plain --out "$work/lines.jsonl"
 python3 tests/serve_check.py "$port" pauses 16 2000 "$rounds"

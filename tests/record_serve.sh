@@ -15,11 +15,6 @@ export OMP_NUM_THREADS=1 # beside its clients
     --serve-queue 32 --kv-cache-tokens 2048 --inference-dynamic-batching-block-size 16 2>"$work/log" >"$work/served" \
     </dev/null &
 server=$!
-trap 'kill -KILL $server; rm -rf "$work"' EXIT
-port=''
-while [ -z "$port" ]; do
-    sleep 0.2
-    port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
-    kill -0 $server || { cat "$work/log" && exit 1; }
-done
+trap '[ -z "$server" ] || kill -KILL $server; rm -rf "$work"' EXIT
+await_port
 python3 tests/serve_check.py "$port" load "$file" "$seconds"

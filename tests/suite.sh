@@ -11,6 +11,19 @@ hang=300 # seconds after which a program hangs, on any machine beside any load; 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
 export OMPI_MCA_btl_vader_single_copy_mechanism=none
 
+# await_port: sets port to that of infer --serve, the process $server, once $work/log names it. An error if the server
+# ends or hangs: then its log is printed.
+await_port() {
+    port='' waited=0
+    while [ -z "$port" ]; do
+        port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
+        kill -0 "$server" 2>/dev/null || { cat "$work/log" && server='' && return 1; }
+        sleep 0.1
+        waited=$((waited + 1))
+        [ $waited -lt $((hang * 10)) ] || { cat "$work/log" && return 1; }
+    done
+}
+
 # tidy: runs after each test; a suite may redefine it.
 tidy() {
     :

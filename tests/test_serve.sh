@@ -19,15 +19,7 @@ begin() {
     [ -z "$server" ] || kill -KILL "$server" # of a test that failed, or was left out by MT_ONLY
     "$@" >"$work/served" 2>"$work/log" </dev/null &
     server=$!
-    port=''
-    waited=0
-    while [ -z "$port" ]; do
-        port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
-        kill -0 $server 2>/dev/null || { cat "$work/log" && server='' && return 1; }
-        sleep 0.1
-        waited=$((waited + 1))
-        [ $waited -lt $((hang * 10)) ] || return 1
-    done
+    await_port
 }
 
 # end: SIGTERM, which must end the server with status 0. mpirun that gets a signal has a status of its own; its ranks

@@ -28,13 +28,7 @@ serves() {
     "$infer" --load "$work/model" --device cpu --serve 0 --max-prefill-tokens 64 >"$work/served" 2>"$work/log" \
         </dev/null &
     server=$!
-    waited=0
-    while [ -z "$port" ]; do
-        port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
-        waited=$((waited + 1))
-        kill -0 $server && [ $waited -lt $((hang * 10)) ] || { cat "$work/log" && return 1; }
-        sleep 0.1
-    done
+    await_port
 }
 
 curl_reads_a_stream() {

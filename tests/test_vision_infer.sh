@@ -122,14 +122,8 @@ begin() {
     [ "$number" = 1 ] || set -- $(mpirun_here) -np "$number" "$@"
     : >"$work/log"
     "$@" >"$work/served" 2>"$work/log" </dev/null &
-    server=$! waited=0 port=''
-    while [ -z "$port" ]; do
-        port=$(sed -n 's|^serving .* at http://.*:\([0-9]*\)$|\1|p' "$work/log")
-        kill -0 $server 2>/dev/null || { cat "$work/log" && server='' && return 1; }
-        sleep 0.1
-        waited=$((waited + 1))
-        [ $waited -lt $((hang * 10)) ] || return 1
-    done
+    server=$!
+    await_port
 }
 
 # end: the server must end in order.

@@ -1585,8 +1585,8 @@ const mt_option mt_option_table[] = {
      "128", "[1,65536]", "tokens of a page of keys and values, a power of two; GPUs are fastest with 128 or more",
      .needs = "stage rl"},
     {"num-speculative-tokens", MT_INT, MT_AT(num_speculative_tokens), MT_BOTH, MT_OF_RUN, "0", "[0,8]",
-     "modules of multi-token prediction draft so many tokens, and the model checks all of them in one pass: the text "
-     "is the same, sooner",
+     "modules of multi-token prediction draft so many tokens, and the model checks all of them in one pass. The text "
+     "is the same; it comes sooner where most drafts are right and a step costs little more for more tokens",
      .excludes = "serve-adapter, decoder-num-layers", .needs = "stage rl"},
     {"chat", MT_FLAG, MT_AT(chat), MT_INFER, MT_OF_RUN, NULL, NULL,
      "hold a conversation: each line is a message, the model responds until its template's end of a turn; a line "
