@@ -793,16 +793,21 @@ static void mt_cpu_memory_limit(int64_t bytes) {
     mt_cpu_memory.limit = bytes;
 }
 
-static void *mt_cpu_memory_alloc_host(int64_t bytes) {
-    const int64_t page = 1 << 21; // huge pages: fewer TLB misses while weights stream
+/* `advice`: MADV_HUGEPAGE, fewer TLB misses while weights stream, or MADV_NOHUGEPAGE. */
+static void *mt_cpu_memory_advised(int64_t bytes, int advice) {
+    const int64_t page = 1 << 21;
     if (bytes < page) return mt_malloc(bytes);
     void *memory;
     if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // or ends
-    madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+    madvise(memory, (size_t)bytes, advice);
     return memory;
 }
 
-static void *mt_cpu_memory_alloc(int64_t bytes) {
+static void *mt_cpu_memory_alloc_host(int64_t bytes) {
+    return mt_cpu_memory_advised(bytes, MADV_HUGEPAGE);
+}
+
+static void *mt_cpu_memory_counted(int64_t bytes, int advice) {
     const double gib = 1 << 30;
     pthread_mutex_lock(&mt_cpu_memory.mutex);
     if (mt_cpu_memory.limit > 0 && bytes > mt_cpu_memory.limit - mt_cpu_memory.used)
@@ -810,13 +815,21 @@ static void *mt_cpu_memory_alloc(int64_t bytes) {
             "out of memory: %lld bytes (%.2f GiB) requested, %.2f of the %.2f GiB of --memory-limit are in use; raise "
             "it, lower --micro-batch-size or --seq-length, or take a smaller model",
             (long long)bytes, (double)bytes / gib, (double)mt_cpu_memory.used / gib, (double)mt_cpu_memory.limit / gib);
-    void *memory = mt_cpu_memory_alloc_host(bytes);
+    void *memory = mt_cpu_memory_advised(bytes, advice);
     int64_t entry = mt_cpu_memory.count++, room = (int64_t)sizeof *mt_cpu_memory.blocks;
     mt_cpu_memory.blocks = mt_realloc(mt_cpu_memory.blocks, mt_cpu_memory.count * room);
     mt_cpu_memory.blocks[entry].memory = memory, mt_cpu_memory.blocks[entry].bytes = bytes;
     mt_cpu_memory.used += bytes;
     pthread_mutex_unlock(&mt_cpu_memory.mutex);
     return memory;
+}
+
+static void *mt_cpu_memory_alloc(int64_t bytes) {
+    return mt_cpu_memory_counted(bytes, MADV_HUGEPAGE);
+}
+
+static void *mt_cpu_memory_alloc_cache(int64_t bytes) {
+    return mt_cpu_memory_counted(bytes, MADV_NOHUGEPAGE);
 }
 
 static void mt_cpu_memory_free(void *memory) {
@@ -16672,6 +16685,12 @@ static void mt_host_loss_open(mt_model *m) {
     h->tap_floats = mt_model_calloc(m, rows * 4);
 }
 
+/* Memory of the size of a part. */
+static void *mt_part_allocate(const mt_model *m, mt_part part) {
+    int64_t bytes = m->parts[part].capacity;
+    return part == MT_PART_CACHE ? m->ops->memory_alloc_cache(bytes) : m->ops->memory_alloc(bytes);
+}
+
 static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_plan_memory(m, &counting);
@@ -16715,7 +16734,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     m->arena.base = m->ops->memory_alloc(m->arena.capacity);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         m->parts[part].used = 0;
-        if (m->parts[part].capacity > 0) m->parts[part].base = m->ops->memory_alloc(m->parts[part].capacity);
+        if (m->parts[part].capacity > 0) m->parts[part].base = mt_part_allocate(m, (mt_part)part);
     }
     if (m->host.used > 0)
         m->host.capacity = m->host.used, m->host.used = 0, m->host.base = m->ops->memory_alloc_host(m->host.capacity);
@@ -16779,7 +16798,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
         void **host = &m->resting[part], **from = rest ? (void **)&arena->base : host;
         if (!(parts >> part & 1) || arena->capacity == 0) continue;
         if (rest && kept >> part & 1) *host = m->ops->memory_alloc_host(arena->capacity);
-        if (!rest) arena->base = m->ops->memory_alloc(arena->capacity);
+        if (!rest) arena->base = mt_part_allocate(m, (mt_part)part);
         if (kept >> part & 1)
             m->ops->memory_copy(rest ? *host : arena->base, *from, arena->capacity, m->stream);
         else if (!rest)

@@ -1002,6 +1002,9 @@ typedef void mt_host_function(void *context);
     OP(first_use_waits, bool, void)                                                                                    \
     OP(memory_alloc, void *, int64_t bytes)                                                                            \
     OP(memory_free, void, void *memory)                                                                                \
+    /* For a cache of keys and values, which fills token by token: on the CPU in small pages, since the first use of a \
+     * huge one waits until all of it is zero. memory_free accepts it. */                                              \
+    OP(memory_alloc_cache, void *, int64_t bytes)                                                                      \
     /* Stream-ordered, for memory that grows during a step, when memory_free could deadlock: it may wait for the whole \
      * device, and so for a message whose sender waits for this rank. memory_free accepts such memory too. */          \
     OP(memory_alloc_ordered, void *, int64_t bytes, mt_stream *stream)                                                 \

@@ -136,6 +136,10 @@ extern "C" void *mt_cuda_memory_alloc(int64_t bytes) {
     return memory;
 }
 
+extern "C" void *mt_cuda_memory_alloc_cache(int64_t bytes) {
+    return mt_cuda_memory_alloc(bytes);
+}
+
 extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }

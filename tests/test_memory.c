@@ -363,6 +363,22 @@ static void the_cpu_counts_blocks_within_its_limit(void **state) {
     assert_int_equal(mt_cpu_ops.memory_available(), machine);
 }
 
+/* A byte that is written makes a page of the machine resident, not a huge page, whose zeroing a stream would wait for.
+ */
+static void a_cache_comes_into_memory_in_small_pages(void **state) {
+    (void)state;
+    const int64_t page = sysconf(_SC_PAGESIZE), bytes = 64 << 20, pages = bytes / page; // beyond malloc's own heap
+    char *cache = mt_cpu_ops.memory_alloc_cache(bytes);
+    unsigned char *resident = mt_malloc(pages);
+    int64_t count = 0;
+    cache[bytes / 2] = 1;
+    assert_int_equal(mincore(cache, (size_t)bytes, resident), 0);
+    for (int64_t i = 0; i < pages; i++) count += resident[i] & 1;
+    assert_true(count >= 1 && count <= 4);
+    free(resident);
+    mt_cpu_ops.memory_free(cache);
+}
+
 static void an_allocation_beyond_the_limit_ends_the_program_in_a_line(void **state) {
     (void)state;
     int ends[2], status;
@@ -526,6 +542,7 @@ int main(void) {
         cmocka_unit_test(offloading_beyond_the_memory_of_the_host_is_refused),
         cmocka_unit_test(recipes_fit_their_gpu_and_host),
         cmocka_unit_test(the_cpu_counts_blocks_within_its_limit),
+        cmocka_unit_test(a_cache_comes_into_memory_in_small_pages),
         cmocka_unit_test(an_allocation_beyond_the_limit_ends_the_program_in_a_line),
         cmocka_unit_test(a_gpu_that_cannot_compute_is_refused_in_words),
         cmocka_unit_test(gpus_of_different_kinds_are_listed_in_a_line),

@@ -111,6 +111,10 @@ static void *mt_sim_memory_alloc(int64_t bytes) {
     return (void *)address;
 }
 
+static void *mt_sim_memory_alloc_cache(int64_t bytes) {
+    return mt_sim_memory_alloc(bytes);
+}
+
 static void mt_sim_memory_free(void *memory) {
 }
 
