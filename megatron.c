@@ -18383,19 +18383,27 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
                (size_t)width * 4);
 }
 
-/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error. */
+/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error; replicas that
+ * gather the tower's weights together do so for as many images. */
 static int mt_generator_see(mt_generator *g, const mt_sequence *sequences, mt_error *error) {
     const mt_batcher *b = g->batcher;
+    double most = (double)b->num_seen;
     int status = 0;
-    for (int64_t i = 0; i < b->num_seen && status == 0; i++) {
-        const mt_sequence_images *images = sequences[b->seen[i].sequence].images;
-        if (!g->model->has_embedding) break;
-        status = images->read(images->context, b->seen[i].image, g->patches, error);
-        if (status == 0) mt_model_see(g->model, b->seen[i].row, &images->items[b->seen[i].image].grid, g->patches);
+    if (b->plan.max_image_tokens == 0) return 0;
+    if (g->together) mt_all_reduce_max(g->together, &most, 1, MT_F64);
+    for (int64_t i = 0; i < (int64_t)most && g->model->has_embedding; i++) {
+        const mt_seen_image *seen = i < b->num_seen && status == 0 ? &b->seen[i] : NULL;
+        const mt_sequence_images *images = seen ? sequences[seen->sequence].images : NULL;
+        if (seen) status = images->read(images->context, seen->image, g->patches, error);
+        if (seen && status == 0)
+            mt_model_see(g->model, seen->row, &images->items[seen->image].grid, g->patches);
+        else if (g->together)
+            mt_model_see(g->model, 0, NULL, NULL);
     }
-    if (b->num_seen == 0) return 0;
+    if (most == 0) return 0;
     int failed = mt_agree(&g->model->grid->tensor, status != 0, error);
-    return mt_agree(&g->model->grid->pipeline, failed != 0, error);
+    failed = mt_agree(&g->model->grid->pipeline, failed != 0, error);
+    return g->together ? mt_agree(g->together, failed != 0, error) : failed;
 }
 
 /* Counts the drafts that the forward has read, and drops the others. */
@@ -22083,11 +22091,12 @@ static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batc
 }
 
 void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const float *patches) {
+    if (!grid && m->has_embedding) mt_vision_pass_over(m);
+    if (!grid || !m->has_embedding) return;
     int64_t P = grid->height * grid->width, tokens, chunk = 0;
-    MT_CHECK(m->vision && P > 0 && P <= m->plan.max_patches);
+    MT_CHECK(P > 0 && P <= m->plan.max_patches);
     tokens = P / m->vision->M;
     MT_CHECK(row >= 0 && row + tokens <= m->plan.max_image_tokens);
-    if (!m->has_embedding) return;
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = &mb->vision;
@@ -22340,11 +22349,6 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
         {.broken = o->fp32_residual_connection,
          .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
                     "it out, or load the decoder by --language-model-only"},
-        {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
-         .message = "--stage: a model with a vision tower is trained by pt and sft so far; take one of these, or load "
-                    "the decoder by --language-model-only"},
-        {.broken = o->head_type != MT_HEAD_LM,
-         .message = "a model with a vision tower has no value head so far; load the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

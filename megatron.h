@@ -3843,7 +3843,8 @@ void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64
 
 /* Of a model with a vision tower: computes the features of an image's tokens from its patches, as those of
  * mt_image_batch, and keeps them in rows [row, row + tokens of the image) of plan->max_image_tokens, for
- * mt_batch.image_rows. Ranks without the embedding do nothing. */
+ * mt_batch.image_rows. Ranks without the embedding do nothing. grid NULL: no image; with optim_grads_params a rank then
+ * gathers the tower's weights with the ranks that have one. */
 void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
