@@ -148,6 +148,9 @@ static json_t *model_json(const server *s, int64_t adapter) {
     mt_json_set_int(model, "created", s->created);
     mt_json_set_string(model, "owned_by", "megatron.c");
     mt_json_set_int(model, "max_model_len", s->service.context);
+    json_t *inputs = json_pack("[s]", "text"); // as OpenRouter and vLLM's clients name them
+    if (s->service.images) json_array_append_new(inputs, json_string("image"));
+    json_object_set_new(model, "input_modalities", inputs);
     if (adapter > 0) mt_json_set_string(model, "parent", s->service.name);
     return model;
 }
