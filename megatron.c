@@ -17612,6 +17612,7 @@ typedef struct mt_cache_slot {
     int64_t num_images, images_capacity;
     int64_t first_feature, num_features; // num_features 0: all their tokens are read
     int64_t first_image;                 // whose features are the first
+    int64_t next_image;                  // the first that the model has not seen
 } mt_cache_slot;
 
 /* A forward as it was filled: see mt_batcher_order. */
@@ -17633,7 +17634,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
     MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
     mt_arena arena = {0};
-    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX};
+    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX};
     mt_batch_alloc(&b->batch, plan->max_tokens);
     if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
@@ -17795,8 +17796,8 @@ static int64_t mt_features_find(const mt_batcher *b, int64_t count) {
     return -1;
 }
 
-/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it, which the
- * model is to compute. False: too few rows are free. */
+/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it. False: too
+ * few rows are free. */
 static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t common) {
     int64_t first = 0, count = 0;
     while (first < s->num_images && s->images[first].first + mt_image_size(b, &s->images[first]) <= common) first++;
@@ -17805,10 +17806,33 @@ static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t
     MT_CHECK(count <= b->plan.max_image_tokens);
     int64_t row = mt_features_find(b, count);
     if (row < 0) return false;
-    s->first_feature = row, s->num_features = count, s->first_image = first;
-    for (int64_t i = first; i < s->num_images; row += mt_image_size(b, &s->images[i++]))
-        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, i, row};
+    s->first_feature = row, s->num_features = count, s->first_image = s->next_image = first;
     return true;
+}
+
+/* True if the forward has room for the patches of an image; the first of all has, beside the first prompt. */
+static bool mt_prefill_sees(const mt_batcher *b, const mt_sequence_image *image) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    int64_t patches = image->grid.height * image->grid.width;
+    if (read->tokens == 0 && read->patches == 0) return true;
+    return patches <= most->patches - read->patches && patches * patches <= most->patch_pairs - read->patch_pairs;
+}
+
+/* The model is to see, before this forward, the images that begin among the slot's next `count` tokens. Returns the
+ * tokens up to the first one for which the forward has no room. */
+static int64_t mt_cache_slot_see(mt_batcher *b, mt_cache_slot *s, int64_t count) {
+    if (s->num_features == 0) return count;
+    int64_t row = s->first_feature;
+    for (int64_t i = s->first_image; i < s->next_image; i++) row += mt_image_size(b, &s->images[i]);
+    for (; s->next_image < s->num_images; row += mt_image_size(b, &s->images[s->next_image++])) {
+        const mt_sequence_image *image = &s->images[s->next_image];
+        int64_t patches = image->grid.height * image->grid.width;
+        if (image->first >= s->num_cached + count) break;
+        if (!mt_prefill_sees(b, image)) return mt_max(image->first - s->num_cached, 0);
+        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, s->next_image, row};
+        b->prefill.patches += patches, b->prefill.patch_pairs += patches * patches;
+    }
+    return count;
 }
 
 /* The rows of features and the coordinates of the slot's tokens [at, at + count), which are rows from `to` on of the
@@ -18015,6 +18039,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     if (s->num_drafts > 0) wanted += s->num_drafts, count = wanted;
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
+    if (is_prefill) count = mt_cache_slot_see(b, s, count);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;

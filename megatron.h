@@ -4328,14 +4328,16 @@ void mt_generator_destroy(mt_generator *generator);
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
 /* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
- * them, t + 1 for the token at position t; and tokens whose logits are viewed although the next token is known. */
+ * them, t + 1 for the token at position t; tokens whose logits are viewed although the next token is known; patches of
+ * images, and the sum of their squares: a layer of the tower that sees a whole image has so many pairs of them. */
 typedef struct mt_prefill {
-    int64_t tokens, keys, viewed;
+    int64_t tokens, keys, viewed, patches, patch_pairs;
 } mt_prefill;
 
 /* Limits the work on prompts in a forward from now on, the same on every rank: less lets running sequences wait less
  * for their next token, and prompts longer. With `tokens` 0 a forward reads none; otherwise it may read one token of a
- * prompt that has more keys than the limit. As created: the rest of the plan's max_tokens. */
+ * prompt that has more keys than the limit, or beside the first prompt's tokens one image of more patches. As created:
+ * the rest of the plan's max_tokens. */
 void mt_generator_limit_prefill(mt_generator *generator, const mt_prefill *limit);
 
 /* The work on prompts in the last forward. */

@@ -1,6 +1,6 @@
 /* test_vision_rollouts.c: responses to prompts with pictures: the log-probabilities that the generator reports, those
  * that training computes from packed rows, and those of transformers are the same. */
-// Sections of megatron.c: §16 §21
+// Sections of megatron.c: §14 §16 §21
 #include "../data/base/file.h"
 #include "../data/checkpoint/checkpoint_load.h"
 #include "../data/checkpoint/run_options.h"

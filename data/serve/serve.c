@@ -678,7 +678,7 @@ void mt_serve(mt_inference *r) {
         stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     open_generator(r, &s.adapters, &stops);
     s.engine = mt_engine_open(r->generator, &r->grid);
-    s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX});
+    s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX});
     int status;
     if (r->is_first) s.writer = mt_writer_open(s.counters, &error);
     mt_inference_check(r, r->is_first && !s.writer ? -1 : 0, &error);
