@@ -47,6 +47,25 @@ refuses() {
     refused "$pattern" "$train" --config "$work/bad.yaml" --role sft_train --print-config
 }
 
+# ROLL's and verl's names for pictures.
+pictures_have_options() {
+    cat >"$work/seen.yaml" <<'EOF'
+sft_train:
+  model_args: {freeze_module_prefix: vision_model}
+  data_args: {image_max_pixels: 4096, image_min_pixels: 64, image_folder: pictures}
+EOF
+    prints "$work/seen.yaml" sft_train --load tests/golden/vision/qwen3_vl || return 1
+    sets sft_train.model_args.freeze_module_prefix freeze-vision true &&
+        sets sft_train.model_args.freeze_module_prefix freeze-projector true &&
+        sets sft_train.data_args.image_max_pixels image-max-pixels 4096 &&
+        sets sft_train.data_args.image_min_pixels image-min-pixels 64 &&
+        sets sft_train.data_args.image_folder image-folder pictures || return 1
+    printf '%s\n' 'data: {image_key: pictures}' \
+        'actor_rollout_ref: {actor: {freeze_vision_tower: true}, rollout: {name: vllm}}' >"$work/seen.yaml"
+    prints "$work/seen.yaml" actor_train --load tests/golden/vision/qwen3_vl || return 1
+    sets data.image_key image-key pictures && sets actor_rollout_ref.actor.freeze_vision_tower freeze-vision true
+}
+
 keys_have_options_and_references_values() {
     prints "$roles/roll.yaml" sft_train || return 1
     sets seed seed 7 && sets output_dir save ./output/small && sets sequence_length seq-length 64 &&
@@ -1751,6 +1770,7 @@ roll_distill_trains() {
 }
 
 check keys_have_options_and_references_values keys_have_options_and_references_values
+check pictures_have_options pictures_have_options
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check files_may_ask_for_fp16 files_may_ask_for_fp16
 check floats_are_whole_numbers floats_are_whole_numbers
