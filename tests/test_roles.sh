@@ -1770,7 +1770,6 @@ roll_distill_trains() {
 }
 
 check keys_have_options_and_references_values keys_have_options_and_references_values
-check pictures_have_options pictures_have_options
 check keys_of_other_engines_are_listed keys_of_other_engines_are_listed
 check files_may_ask_for_fp16 files_may_ask_for_fp16
 check floats_are_whole_numbers floats_are_whole_numbers
@@ -1845,4 +1844,5 @@ if [ -d "$shared/yaml" ]; then
 else
     echo "skipped: ../shared/yaml is absent"
 fi
+check pictures_have_options pictures_have_options
 exit $failed

@@ -77,19 +77,20 @@ typedef struct beside_list {
     size_t count, taken;
 } beside_list;
 
+static const char data_address[] = "data:", file_address[] = "file://";
+enum { DATA_BYTES = sizeof data_address - 1, FILE_BYTES = sizeof file_address - 1 };
+
 /* The path of a picture: a text, or a field of an object. NULL: none. */
 static const char *source_of(const json_t *item) {
     static const char *const keys[] = {"image", "image_url", "bytes", "path", "url"};
     for (int i = 0; json_is_object(item) && i < 5; i++) {
         const char *source = source_of(json_object_get(item, keys[i]));
-        if (source) return source;
+        bool has_bytes = source && strncasecmp(source, data_address, DATA_BYTES) == 0; // of a file of Parquet
+        if (source && (has_bytes || strcmp(keys[i], "bytes") != 0)) return source;
     }
     const char *text = json_string_value(item);
     return text && *text && strlen(text) == json_string_length(item) ? text : NULL;
 }
-
-static const char data_address[] = "data:", file_address[] = "file://";
-enum { DATA_BYTES = sizeof data_address - 1, FILE_BYTES = sizeof file_address - 1 };
 
 static int take_source(mt_images *images, const char *source, const char *folder, mt_error *error) {
     bool is_data = strncasecmp(source, data_address, DATA_BYTES) == 0;
