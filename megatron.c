@@ -17631,6 +17631,7 @@ typedef struct mt_cache_slot {
     int64_t num_images, images_capacity;
     int64_t first_feature, num_features; // num_features 0: all their tokens are read
     int64_t first_image;                 // whose features are the first
+    int64_t next_image;                  // the first that the model has not seen
 } mt_cache_slot;
 
 /* A forward as it was filled: see mt_batcher_order. */
@@ -17652,7 +17653,7 @@ mt_batcher *mt_batcher_create(const mt_batcher_plan *plan) {
     int64_t slots = plan->max_sequences, per_slot = mt_pages_per_slot(plan);
     MT_CHECK(plan->num_pages >= per_slot && plan->num_pages * plan->page_rows <= INT32_MAX && plan->max_tokens > 0);
     mt_arena arena = {0};
-    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX};
+    b->plan = *plan, b->max_prefill = (mt_prefill){INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX};
     mt_batch_alloc(&b->batch, plan->max_tokens);
     if (plan->max_inputs > 0) mt_batch_alloc_encoder(&b->batch, plan->max_tokens);
     for (int pass = 0; pass < 2; pass++) { // the first pass counts
@@ -17814,8 +17815,8 @@ static int64_t mt_features_find(const mt_batcher *b, int64_t count) {
     return -1;
 }
 
-/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it, which the
- * model is to compute. False: too few rows are free. */
+/* Gives a slot, whose text is cached up to token `common`, rows for the features of the images behind it. False: too
+ * few rows are free. */
 static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t common) {
     int64_t first = 0, count = 0;
     while (first < s->num_images && s->images[first].first + mt_image_size(b, &s->images[first]) <= common) first++;
@@ -17824,10 +17825,33 @@ static bool mt_cache_slot_take_features(mt_batcher *b, mt_cache_slot *s, int64_t
     MT_CHECK(count <= b->plan.max_image_tokens);
     int64_t row = mt_features_find(b, count);
     if (row < 0) return false;
-    s->first_feature = row, s->num_features = count, s->first_image = first;
-    for (int64_t i = first; i < s->num_images; row += mt_image_size(b, &s->images[i++]))
-        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, i, row};
+    s->first_feature = row, s->num_features = count, s->first_image = s->next_image = first;
     return true;
+}
+
+/* True if the forward has room for the patches of an image; the first of all has, beside the first prompt. */
+static bool mt_prefill_sees(const mt_batcher *b, const mt_sequence_image *image) {
+    const mt_prefill *read = &b->prefill, *most = &b->max_prefill;
+    int64_t patches = image->grid.height * image->grid.width;
+    if (read->tokens == 0 && read->patches == 0) return true;
+    return patches <= most->patches - read->patches && patches * patches <= most->patch_pairs - read->patch_pairs;
+}
+
+/* The model is to see, before this forward, the images that begin among the slot's next `count` tokens. Returns the
+ * tokens up to the first one for which the forward has no room. */
+static int64_t mt_cache_slot_see(mt_batcher *b, mt_cache_slot *s, int64_t count) {
+    if (s->num_features == 0) return count;
+    int64_t row = s->first_feature;
+    for (int64_t i = s->first_image; i < s->next_image; i++) row += mt_image_size(b, &s->images[i]);
+    for (; s->next_image < s->num_images; row += mt_image_size(b, &s->images[s->next_image++])) {
+        const mt_sequence_image *image = &s->images[s->next_image];
+        int64_t patches = image->grid.height * image->grid.width;
+        if (image->first >= s->num_cached + count) break;
+        if (!mt_prefill_sees(b, image)) return mt_max(image->first - s->num_cached, 0);
+        b->seen[b->num_seen++] = (mt_seen_image){s->sequence, s->next_image, row};
+        b->prefill.patches += patches, b->prefill.patch_pairs += patches * patches;
+    }
+    return count;
 }
 
 /* The rows of features and the coordinates of the slot's tokens [at, at + count), which are rows from `to` on of the
@@ -18034,6 +18058,7 @@ static void mt_batcher_add(mt_batcher *b, const mt_sequence *sequence, int64_t i
     if (s->num_drafts > 0) wanted += s->num_drafts, count = wanted;
     int64_t viewed = sequence->views_prompt ? mt_max(sequence->num_prompt - 1 - cached, 0) : 0; // uncached ones
     if (is_prefill) count = mt_min(count, mt_prefill_fits(b, cached, count, viewed));
+    if (is_prefill) count = mt_cache_slot_see(b, s, count);
     if (count == 0) return;
     for (int64_t t = start, at = cached; at < cached + count; t++, at++) {
         b->batch.tokens[t] = s->tokens[at] = sequence->tokens[at], b->batch.positions[t] = (int32_t)at;
@@ -18402,19 +18427,27 @@ static void mt_generator_take_routes(const mt_generator *g, const mt_sequence *s
                (size_t)width * 4);
 }
 
-/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error. */
+/* Computes the features of the images whose texts were admitted. The ranks of a model agree on an error; replicas that
+ * gather the tower's weights together do so for as many images. */
 static int mt_generator_see(mt_generator *g, const mt_sequence *sequences, mt_error *error) {
     const mt_batcher *b = g->batcher;
+    double most = (double)b->num_seen;
     int status = 0;
-    for (int64_t i = 0; i < b->num_seen && status == 0; i++) {
-        const mt_sequence_images *images = sequences[b->seen[i].sequence].images;
-        if (!g->model->has_embedding) break;
-        status = images->read(images->context, b->seen[i].image, g->patches, error);
-        if (status == 0) mt_model_see(g->model, b->seen[i].row, &images->items[b->seen[i].image].grid, g->patches);
+    if (b->plan.max_image_tokens == 0) return 0;
+    if (g->together) mt_all_reduce_max(g->together, &most, 1, MT_F64);
+    for (int64_t i = 0; i < (int64_t)most && g->model->has_embedding; i++) {
+        const mt_seen_image *seen = i < b->num_seen && status == 0 ? &b->seen[i] : NULL;
+        const mt_sequence_images *images = seen ? sequences[seen->sequence].images : NULL;
+        if (seen) status = images->read(images->context, seen->image, g->patches, error);
+        if (seen && status == 0)
+            mt_model_see(g->model, seen->row, &images->items[seen->image].grid, g->patches);
+        else if (g->together)
+            mt_model_see(g->model, 0, NULL, NULL);
     }
-    if (b->num_seen == 0) return 0;
+    if (most == 0) return 0;
     int failed = mt_agree(&g->model->grid->tensor, status != 0, error);
-    return mt_agree(&g->model->grid->pipeline, failed != 0, error);
+    failed = mt_agree(&g->model->grid->pipeline, failed != 0, error);
+    return g->together ? mt_agree(g->together, failed != 0, error) : failed;
 }
 
 /* Counts the drafts that the forward has read, and drops the others. */
@@ -22102,11 +22135,12 @@ static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batc
 }
 
 void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const float *patches) {
+    if (!grid && m->has_embedding) mt_vision_pass_over(m);
+    if (!grid || !m->has_embedding) return;
     int64_t P = grid->height * grid->width, tokens, chunk = 0;
-    MT_CHECK(m->vision && P > 0 && P <= m->plan.max_patches);
+    MT_CHECK(P > 0 && P <= m->plan.max_patches);
     tokens = P / m->vision->M;
     MT_CHECK(row >= 0 && row + tokens <= m->plan.max_image_tokens);
-    if (!m->has_embedding) return;
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = &mb->vision;
@@ -22359,11 +22393,6 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
         {.broken = o->fp32_residual_connection,
          .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
                     "it out, or load the decoder by --language-model-only"},
-        {.broken = o->stage != MT_STAGE_PT && o->stage != MT_STAGE_SFT,
-         .message = "--stage: a model with a vision tower is trained by pt and sft so far; take one of these, or load "
-                    "the decoder by --language-model-only"},
-        {.broken = o->head_type != MT_HEAD_LM,
-         .message = "a model with a vision tower has no value head so far; load the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

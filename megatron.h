@@ -3846,7 +3846,8 @@ void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64
 
 /* Of a model with a vision tower: computes the features of an image's tokens from its patches, as those of
  * mt_image_batch, and keeps them in rows [row, row + tokens of the image) of plan->max_image_tokens, for
- * mt_batch.image_rows. Ranks without the embedding do nothing. */
+ * mt_batch.image_rows. Ranks without the embedding do nothing. grid NULL: no image; with optim_grads_params a rank then
+ * gathers the tower's weights with the ranks that have one. */
 void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
@@ -4330,14 +4331,16 @@ void mt_generator_destroy(mt_generator *generator);
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
 /* The work that a forward does on prompts: their tokens; the keys that these attend to in a layer that sees all of
- * them, t + 1 for the token at position t; and tokens whose logits are viewed although the next token is known. */
+ * them, t + 1 for the token at position t; tokens whose logits are viewed although the next token is known; patches of
+ * images, and the sum of their squares: a layer of the tower that sees a whole image has so many pairs of them. */
 typedef struct mt_prefill {
-    int64_t tokens, keys, viewed;
+    int64_t tokens, keys, viewed, patches, patch_pairs;
 } mt_prefill;
 
 /* Limits the work on prompts in a forward from now on, the same on every rank: less lets running sequences wait less
  * for their next token, and prompts longer. With `tokens` 0 a forward reads none; otherwise it may read one token of a
- * prompt that has more keys than the limit. As created: the rest of the plan's max_tokens. */
+ * prompt that has more keys than the limit, or beside the first prompt's tokens one image of more patches. As created:
+ * the rest of the plan's max_tokens. */
 void mt_generator_limit_prefill(mt_generator *generator, const mt_prefill *limit);
 
 /* The work on prompts in the last forward. */

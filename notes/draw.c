@@ -15,6 +15,7 @@
 #include "../data/options/options.h"
 #include "../data/datasets/dataset.h"
 #include "../data/datasets/gpt_dataset.h"
+#include "../data/datasets/images.h"
 #include "../data/datasets/loader.h"
 #include "../data/datasets/packing.h"
 #include "../data/datasets/sft.h"
@@ -3871,6 +3872,57 @@ static void draw_scales(picture *p, const chart *c) {
     chart_legend(p, c->left + 200, y, FAINT, "overflow above");
 }
 
+/* A picture's patches and tokens, and the coordinates that a server's batcher gives to a text with it. */
+static void draw_vision(const char *folder) {
+    enum { BEFORE = 4, BEHIND = 4, MOST = 64 };
+    static const char *const rows[] = {"frame", "row", "column"};
+    const mt_image_config config = {
+        .patch_size = 14, .temporal_patch_size = 2, .merge_size = 2, .min_pixels = 3136, .max_pixels = 1 << 20};
+    const double cell = 22, left = 20, top = 60, right = 300, step = 24;
+    mt_image_grid grid;
+    mt_error error;
+    int32_t tokens[MOST] = {0};
+    check(mt_image_grid_of(&grid, &config, 90, 145, "picture", &error), &error);
+    int64_t height = grid.height / 2, width = grid.width / 2, count = BEFORE + height * width + BEHIND;
+    mt_batcher_plan plan = {.max_sequences = 1, .max_length = count + 1, .max_tokens = count, .page_rows = count + 1};
+    plan.num_pages = 1, plan.max_image_tokens = height * width, plan.merge_size = 2;
+    mt_sequence_image image = {.first = BEFORE, .grid = grid};
+    mt_sequence_images images = {.count = 1, .items = &image};
+    mt_sequence sequence = {
+        .tokens = tokens, .num_prompt = count, .num_tokens = count, .max_tokens = count + 1, .slot = -1};
+    sequence.images = &images;
+    mt_batcher *batcher = mt_batcher_create(&plan);
+    MT_CHECK(count < MOST && mt_batcher_next(batcher, &sequence, 1) == count);
+    const int32_t *at = batcher->batch.image_rows.coordinates;
+    picture p = picture_open(folder, "33-vision", "A picture as tokens, and their coordinates", 920, 250);
+    text(&p, left, 30, START, "90 x 145 pixels: %lld x %lld patches", (long long)grid.height, (long long)grid.width);
+    text(&p, left, 46, START, "of 14 pixels, four of them a token");
+    for (int64_t row = 0; row < grid.height; row++)
+        for (int64_t column = 0; column < grid.width; column++)
+            frame(&p, left + cell * (double)column, top + cell * (double)row, cell, cell,
+                  fills[(row / 2 + column / 2) % 2 == 0 ? BLUE : GREEN]);
+    for (int64_t k = 0; k < height * width; k++) {
+        double x = left + cell * (double)(2 * (k % width)), y = top + cell * (double)(2 * (k / width));
+        text(&p, x + cell / 2, y + cell / 2 + 4, MIDDLE, "%lld", (long long)k);
+    }
+    text(&p, right, 30, START, "Coordinates of %d tokens of text, the picture, and %d of text", BEFORE, BEHIND);
+    for (int64_t t = 0; t < count; t++) {
+        bool is_image = t >= BEFORE && t < BEFORE + height * width;
+        double x = right + 50 + step * (double)t;
+        if (is_image) text(&p, x + step / 2, 74, MIDDLE, "%lld", (long long)(t - BEFORE));
+        for (int which = 0; which < 3; which++) {
+            double y = 84 + 34 * which;
+            box(&p, x, y, step - 2, 26, fills[is_image ? (which == 0 ? YELLOW : ORANGE) : PURPLE]);
+            text(&p, x + step / 2 - 1, y + 17, MIDDLE, "%d", (int)at[3 * t + which]);
+        }
+    }
+    for (int which = 0; which < 3; which++) text(&p, right, 101 + 34 * which, START, "%s", rows[which]);
+    text(&p, right, 215, START, "The picture begins at the next position of the text, and the text goes on behind its");
+    text(&p, right, 231, START, "longer side.");
+    mt_batcher_destroy(batcher);
+    picture_close(&p);
+}
+
 static void draw_half_precision(const char *folder) {
     const chart left = {.left = 64, .top = 70, .width = 410, .height = 230, .x_low = -40, .x_high = 20, .y_high = 24};
     const chart right = {
@@ -4199,6 +4251,7 @@ int main(int argc, char **argv) {
     draw_state_spaces(argv[1]);
     draw_sparse_attention(argv[1]);
     draw_half_precision(argv[1]);
+    draw_vision(argv[1]);
     draw_serving(argv[1]);
     draw_serving_load(argv[1]);
     return 0;

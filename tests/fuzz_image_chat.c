@@ -24,11 +24,12 @@ static void push_content(const json_t *content, mt_ids *ids, mt_ids *turns) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    const mt_options options = {.vision = {.tower = MT_VISION_QWEN3,
-                                           .patch_size = 4,
-                                           .temporal_patch_size = 2,
-                                           .spatial_merge_size = 2,
-                                           .image_token_id = IMAGE_TOKEN}};
+    mt_run_options options = {0};
+    options.stack = (mt_options){.vision = {.tower = MT_VISION_QWEN3,
+                                            .patch_size = 4,
+                                            .temporal_patch_size = 2,
+                                            .spatial_merge_size = 2,
+                                            .image_token_id = IMAGE_TOKEN}};
     mt_image_reader reader;
     mt_images images = {0};
     mt_ids ids = {0}, turns = {0};

@@ -159,6 +159,12 @@ def width_problems(browser):
     browser.size(390)
 
 
+def picture_problems(browser):
+    """A model without a vision tower is shown no pictures."""
+    if browser.value("at('pictures').offsetParent !== null"):
+        yield "the page takes pictures"
+
+
 def request_problems(browser):
     """It asks its own server alone, and complains of nothing but the refusal above."""
     for event in browser.events:
@@ -180,6 +186,7 @@ def main():
     check("models_can_be_chosen", list(model_problems(browser)))
     check("everything_works_by_the_keyboard_alone", list(keyboard_problems(browser)))
     check("the_page_fits_a_narrow_screen", list(width_problems(browser)))
+    check("a_model_of_texts_takes_no_pictures", list(picture_problems(browser)))
     check("the_page_asks_its_own_server_alone", list(request_problems(browser)))
     browser.process.terminate()
     browser.process.wait()

@@ -112,6 +112,12 @@ fades() {
             END { exit !(slow > 0.7 && fast < 0.01 && cleared < 0.02) }' "$work/out"
 }
 
+# The text goes on behind the picture's longer side, and scores depend on differences.
+rotates_in_two_dimensions() {
+    "$examples/picture_positions" >"$work/out" 2>"$work/err" && says ': ok$' "$work/out" &&
+        says '^column .* 5   3   4   5   6   7   8$' "$work/out"
+}
+
 # linear RANKS
 linear() {
     # shellcheck disable=SC2046
@@ -139,6 +145,7 @@ check load_and_generate_refuses_a_folder_without_a_model refuses_what_is_no_mode
 check one_attention_call attends
 check associative_memory remembers
 check state_space fades
+check picture_positions rotates_in_two_dimensions
 if [ -x "$examples/norm_ladder" ]; then
     check norm_ladder climbs
 else

@@ -29,11 +29,12 @@ static void close_fixture(fixture *f) {
 /* False where this build cannot read PNG, or the template needs python3-jinja2 and there is none. */
 static bool open_fixture(fixture *f) {
     mt_error error = {{0}};
-    mt_options options = {.vision = {.tower = MT_VISION_QWEN2_5,
-                                     .patch_size = 4,
-                                     .temporal_patch_size = 2,
-                                     .spatial_merge_size = 2,
-                                     .image_token_id = PICTURE_IMAGE_TOKEN}};
+    mt_run_options options = {0};
+    options.stack = (mt_options){.vision = {.tower = MT_VISION_QWEN2_5,
+                                            .patch_size = 4,
+                                            .temporal_patch_size = 2,
+                                            .spatial_merge_size = 2,
+                                            .image_token_id = PICTURE_IMAGE_TOKEN}};
     mt_chat_message hello = {"user", "Hi", 2};
     mt_ids ids = {0}, turns = {0};
     *f = (fixture){.golden = mt_json_read("tests/golden/images/chat.json", &error)};
@@ -325,7 +326,7 @@ static void templates_without_parts_are_refused(void **state) {
     assert_int_equal(mt_chat_open(&f.chat, MT_CHAT_CHATML, f.tokenizer, root, &error), 0);
     assert_int_equal(encode(&f, ONE("{\"image\": \"" PICTURE "\"}"), NULL, &ids, &images, &error), -1);
     assert_non_null(strstr(error.text, "has pictures, which only the chat template of a folder writes"));
-    mt_options none = {.num_layers = 1};
+    mt_run_options none = {0};
     assert_int_equal(mt_image_reader_open(&f.reader, &none, NULL, &error), -1);
     assert_non_null(strstr(error.text, "no vision tower"));
     close_fixture(&f);

@@ -117,6 +117,52 @@ bad_pictures_are_errors_of_their_lines() {
 EOF
 }
 
+# Pictures as bytes in a column, as datasets of Hugging Face have them: a struct of bytes and the name of a file that
+# need not exist.
+bytes_of_parquet_equal_files() {
+    python=${MT_PYTHON:-python3}
+    "$python" -c 'import pyarrow' 2>/dev/null || python=build/python/bin/python
+    if ! "$python" -c 'import pyarrow' 2>/dev/null; then
+        echo 'skipped: no pyarrow is here'
+        return 0
+    fi
+    "$python" - "$golden/lines.jsonl" "$work/lines.parquet" <<'END' >"$work/out" 2>"$work/err" || return 1
+import json, os, sys
+import pyarrow, pyarrow.parquet
+rows = []
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    names, parts = row.pop("images", []), []
+    for message in row["messages"]:  # the picture of a part goes beside the messages
+        if isinstance(message["content"], list):
+            names += [part["image"] for part in message["content"] if part["type"] == "image"]
+            message["content"] = "".join("<image>" if part["type"] == "image" else part["text"]
+                                         for part in message["content"])
+    folder = os.path.dirname(sys.argv[1])
+    row["pictures"] = [{"bytes": open(os.path.join(folder, name), "rb").read(), "path": "absent.png"} for name in names]
+    rows.append(row)
+pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sys.argv[2])
+END
+    (export MT_PYTHON="$python"
+    trains --train-data-path "$work/lines.parquet" --image-key pictures) && says '; 5 pictures' "$work/out" &&
+        equals_the_reference || return 1
+    sed 's/"images"/"pictures"/; s|\.\./\.\./images/||g' "$golden/lines.jsonl" >"$work/lines.jsonl"
+    trains --train-data-path "$work/lines.jsonl" --image-key pictures --image-folder tests/golden/images &&
+        equals_the_reference
+}
+
+# A token is 8 x 8 pixels: of five pictures each has one, or up to four, or as many as the processor's file allows.
+pixels_are_limited() {
+    for pixels in 64 256 0; do
+        # shellcheck disable=SC2086
+        trains $data --image-min-pixels 64 --image-max-pixels $pixels || return 1
+        sed -n 's/.*: 4 samples, \([0-9]*\) tokens.*/\1/p' "$work/out"
+    done | tr '\n' ' ' | awk '{ print; exit !($1 < $2 && $2 <= $1 + 15 && $2 < $3 && $3 == 212) }' || return 1
+    # shellcheck disable=SC2086
+    refused 'pictures would have 256 to 100 pixels' "$train" $settings $data --load "$work/model" --finetune \
+        --image-max-pixels 100
+}
+
 what_is_not_supported_is_refused() {
     while IFS='|' read -r ranks words pattern; do
         # shellcheck disable=SC2086
@@ -131,8 +177,7 @@ what_is_not_supported_is_refused() {
     done <<'EOF'
 1|--seq-length 64|lines.jsonl:2: has 97 tokens with those of its 3 pictures, and --seq-length 64 would cut a picture
 1|--chat-template chatml|lines.jsonl:1: has pictures, which only the chat template of a folder writes
-1|--language-model-only|lines.jsonl:1: has "images", which only --sft of a model with a vision tower reads
-1|--stage dpo|--stage: a model with a vision tower is trained by pt and sft so far
+1|--language-model-only|lines.jsonl:1: has "images", which only a model with a vision tower reads
 1|--fp8-format hybrid|--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far
 1|--mtp-num-layers 1|--mtp-num-layers 1: modules of multi-token prediction do not know images
 1|--lora-rank 4 --lora-target qkv|--lora-target qkv: visual.blocks.0.attn.qkv is outside the layers
@@ -145,5 +190,7 @@ check losses_equal_transformers losses_equal_transformers
 check layouts_train_alike layouts_train_alike
 check a_stopped_run_goes_on_equally a_stopped_run_goes_on_equally
 check bad_pictures_are_errors_of_their_lines bad_pictures_are_errors_of_their_lines
+check bytes_of_parquet_equal_files bytes_of_parquet_equal_files
+check pixels_are_limited pixels_are_limited
 check what_is_not_supported_is_refused what_is_not_supported_is_refused
 exit $failed

@@ -149,7 +149,7 @@ rows_that_are_no_samples_have_a_number() {
     refuses binary ':2: "response" ' &&
         refuses null ':2: has "response" but not "prompt".*; the file has the columns prompt, response$' &&
         refuses lacks ':1: has neither messages, nor .*; the file has the columns question, solution$' &&
-        refuses image ':1: has "images", which only --sft of a model with' && sft "$work/no_image.parquet" &&
+        refuses image ':1: has "images", which only a model with' && sft "$work/no_image.parquet" &&
         sft "$work/null.parquet" --skip-bad-samples 1 && says 'skipped .*null.parquet:2: ' "$work/out" &&
         says ': 2 samples.*1 bad lines' "$work/out"
 }

@@ -47,6 +47,25 @@ refuses() {
     refused "$pattern" "$train" --config "$work/bad.yaml" --role sft_train --print-config
 }
 
+# ROLL's and verl's names for pictures.
+pictures_have_options() {
+    cat >"$work/seen.yaml" <<'EOF'
+sft_train:
+  model_args: {freeze_module_prefix: vision_model}
+  data_args: {image_max_pixels: 4096, image_min_pixels: 64, image_folder: pictures}
+EOF
+    prints "$work/seen.yaml" sft_train --load tests/golden/vision/qwen3_vl || return 1
+    sets sft_train.model_args.freeze_module_prefix freeze-vision true &&
+        sets sft_train.model_args.freeze_module_prefix freeze-projector true &&
+        sets sft_train.data_args.image_max_pixels image-max-pixels 4096 &&
+        sets sft_train.data_args.image_min_pixels image-min-pixels 64 &&
+        sets sft_train.data_args.image_folder image-folder pictures || return 1
+    printf '%s\n' 'data: {image_key: pictures}' \
+        'actor_rollout_ref: {actor: {freeze_vision_tower: true}, rollout: {name: vllm}}' >"$work/seen.yaml"
+    prints "$work/seen.yaml" actor_train --load tests/golden/vision/qwen3_vl || return 1
+    sets data.image_key image-key pictures && sets actor_rollout_ref.actor.freeze_vision_tower freeze-vision true
+}
+
 keys_have_options_and_references_values() {
     prints "$roles/roll.yaml" sft_train || return 1
     sets seed seed 7 && sets output_dir save ./output/small && sets sequence_length seq-length 64 &&
@@ -212,8 +231,8 @@ environments_give_way_to_prompts() {
             --role actor_train --print-config &&
         refused 'must be a multiple of train_env_manager.group_size' "$train" --config "$work/odd.yaml" \
             --role actor_train --print-config &&
-        refuses 'images and videos are not read: .*image_max_pixels\|image_max_pixels is not supported: images' \
-            'sft_train: {data_args: {image_max_pixels: 9}}' &&
+        refuses 'video_max_pixels is not supported: videos are not read' \
+            'sft_train: {data_args: {video_max_pixels: 9}}' &&
         printf '%s\n' 'async_generation_ratio: 0.5' 'actor_train: {model_args: {dtype: bf16}}' >"$work/late.yaml" &&
         refused 'cannot be 0.5: whole batches wait' "$train" --config "$work/late.yaml" --role actor_train
 }
@@ -874,13 +893,13 @@ EOF
         unused validation.eval_steps 'the validation' &&
         sets actor_train.strategy_args.strategy_config.save_only_model no-save-optim true &&
         unused actor_train.use_remove_padding 'batches with padding' &&
-        unused actor_train.model_args.freeze_module_prefix 'text models' &&
+        sets actor_train.model_args.freeze_module_prefix freeze-vision true &&
         sets '(absent: adv_estimator)' adv-estimator gae &&
         sets '(absent: num_return_sequences_in_group)' num-return-sequences 1 || return 1
     refuses_changes examples \
         's/ratio_mask: false/ratio_mask: true=ratio_mask is not supported: corrections of the generator' \
         's/filters: \[\]/filters: [{enabled: true}]=filters is not supported: corrections of the generator' \
-        's/vision_model/model.layers=freeze_module_prefix can only be vision_model' \
+        's/vision_model/model.layers=freeze_module_prefix cannot be model.layers: take vision_model' \
         's/^track_name.*/opsd_mode: full=opsd_mode is not supported: a teacher reads'
 }
 
@@ -1125,7 +1144,7 @@ EOF
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
         --role actor_train $small || return 1
     refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
-        's/response_key: answer/image_key: images/; s/TYPE/grpo=image_key is not supported: images and videos' \
+        's/response_key: answer/video_key: videos/; s/TYPE/grpo=video_key is not supported: videos are not read' \
         's/TYPE/grpo, policy_loss_fn: dpo=algorithm_type has the loss ppo, and policy_loss_fn is dpo' \
         's/TYPE/[grpo]=algorithm_type expects .*, not a list' \
         's/TYPE/gspo, policy_loss_fn: sft=algorithm_type has the loss gspo, and policy_loss_fn is sft' \
@@ -1825,4 +1844,5 @@ if [ -d "$shared/yaml" ]; then
 else
     echo "skipped: ../shared/yaml is absent"
 fi
+check pictures_have_options pictures_have_options
 exit $failed

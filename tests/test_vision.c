@@ -314,7 +314,6 @@ static void impossible_options_are_refused(void **state) {
         {"--mtp-num-layers 1", "--mtp-num-layers 1: modules of multi-token prediction do not know images"},
         {"--fp8-format e4m3", "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16"},
         {"--bf16 --fp32-residual-connection", "--fp32-residual-connection: a model with a vision tower"},
-        {"--stage rm --value-head", "--stage: a model with a vision tower is trained by pt and sft so far"},
         {"--pipeline-model-parallel-size 4", "adds to the first 2 layers of the decoder, and "
                                              "the first pipeline stage has 1"},
         {"--vision-num-layers 5", "--vision-num-layers is 5, but the weights have 3"},

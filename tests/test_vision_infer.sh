@@ -162,6 +162,11 @@ requests_have_pictures() {
         begin 2 --pipeline-model-parallel-size 2 && asks answers && end
 }
 
+the_page_sends_pictures() {
+    mkdir "$work/profile"
+    begin 1 && python3 tests/serve_page_pictures.py "$port" "$work/profile" >"$work/out" 2>"$work/err" && end
+}
+
 # An adapter answers as the model that it is merged into, and otherwise than its base.
 adapters_answer_as_merged_models() {
     "$train" --load "$work/model" --finetune --sft --train-data-path $golden/lines.jsonl --seq-length 128 \
@@ -203,9 +208,10 @@ EOF
     # shellcheck disable=SC2086
     refused 'bad.jsonl:1: .*absent.png: cannot be read' "$infer" $settings --prompts "$work/bad.jsonl" \
         --out "$work/o" && [ ! -e "$work/o" ] || return 1
-    printf '{"prompt": "<image>a", "response": "b", "images": ["square.png"]}\n' >"$work/score.jsonl"
+    printf '{"prompt": "<image>a", "response": "b", "images": ["absent.png"]}\n' >"$work/score.jsonl"
     # shellcheck disable=SC2086
-    refused 'score.jsonl:1: .*"images"' "$infer" $settings --score "$work/score.jsonl" --out "$work/o"
+    refused 'score.jsonl:1: .*absent.png: cannot be read' "$infer" $settings --score "$work/score.jsonl" \
+        --out "$work/o" && [ ! -e "$work/o" ]
 }
 
 reads || exit 0
@@ -214,6 +220,13 @@ check lines_of_prompts_have_pictures lines_of_prompts_have_pictures
 check conversations_have_pictures conversations_have_pictures
 check a_full_conversation_begins_again_with_its_last_picture a_full_conversation_begins_again_with_its_last_picture
 check requests_have_pictures requests_have_pictures
+if "$infer" --load "$work/model" --serve x 2>&1 </dev/null | grep -q 'no libmicrohttpd'; then
+    echo 'skipped: the page, as no server is here'
+elif command -v chromium >/dev/null; then
+    check the_page_sends_pictures the_page_sends_pictures
+else
+    echo 'skipped: the page, as no chromium is here'
+fi
 check adapters_answer_as_merged_models adapters_answer_as_merged_models
 check bad_pictures_and_settings_are_one_line bad_pictures_and_settings_are_one_line
 exit $failed

@@ -387,8 +387,8 @@ static void open_mock_samples(mt_data *data, const mt_data_config *config) {
 static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_data_config *config, mt_error *error) {
     const mt_run_options *o = config->options;
     mt_image_reader images;
-    bool reads = o->stack.vision.tower != MT_VISION_NONE && !config->pairs;
-    if (reads && mt_image_reader_open(&images, &o->stack, config->tokenizer_path, error) != 0) return -1;
+    bool reads = o->stack.vision.tower != MT_VISION_NONE;
+    if (reads && mt_image_reader_open(&images, o, config->tokenizer_path, error) != 0) return -1;
     mt_sft_config files = {.paths = *paths,
                            .tokenizer_path = config->tokenizer_path,
                            .vocab_size = config->vocab_size,
@@ -411,6 +411,8 @@ static int read_samples(mt_samples *samples, const mt_strings *paths, const mt_d
                            .ref_logps = o->ref_logps_in_data,
                            .masks_eod = config->eod_mask_loss,
                            .eod_id = config->eod_id,
+                           .image_key = o->image_key,
+                           .image_folder = o->image_folder,
                            .images = reads ? &images : NULL,
                            .log = config->log};
     return mt_samples_read(samples, &files, config->tokenizer, error);

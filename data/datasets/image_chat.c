@@ -9,11 +9,12 @@
 #include <string.h>
 #include <strings.h>
 
-static const char image_mark[] = "<image>"; // of a picture in a text, as in LLaMA-Factory, verl and ROLL
+static const char image_mark[] = MT_IMAGE_MARK;
 enum { IMAGE_MARK_BYTES = sizeof image_mark - 1 };
 
 void mt_images_cut(mt_images *images, int64_t count) {
-    while (images->count > count) free(images->items[--images->count].source);
+    for (; images->count > count; images->count--)
+        if (!images->borrows) free(images->items[images->count - 1].source);
     if (count > 0) return;
     free(images->items);
     *images = (mt_images){0};
@@ -32,14 +33,39 @@ void mt_images_move(mt_images *images, mt_images *from) {
     from->count = 0;
 }
 
-int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *tokenizer, mt_error *error) {
-    *reader = (mt_image_reader){.image_token_id = options->vision.image_token_id};
-    if (options->vision.tower == MT_VISION_NONE)
+void mt_images_borrow(mt_images *images, const mt_images *from, int64_t first, int64_t count) {
+    MT_CHECK(images->count == 0 || images->borrows);
+    images->borrows = true;
+    for (int64_t i = first; i < first + count; i++) push_image(images, from->items[i]);
+}
+
+void mt_images_copy(mt_images *images, const mt_images *from, int64_t first, int64_t count) {
+    MT_CHECK(!images->borrows);
+    for (int64_t i = first; i < first + count; i++) {
+        mt_image image = from->items[i];
+        image.source = mt_strdup(image.source);
+        push_image(images, image);
+    }
+}
+
+int mt_image_reader_open(mt_image_reader *reader, const mt_run_options *options, const char *tokenizer,
+                         mt_error *error) {
+    mt_image_config *c = &reader->config;
+    *reader = (mt_image_reader){.image_token_id = options->stack.vision.image_token_id};
+    if (options->stack.vision.tower == MT_VISION_NONE)
         return mt_error_set(error, "the model has no vision tower (--vision-tower), so it takes no pictures");
     char *folder = tokenizer ? mt_path_folder(tokenizer) : NULL;
-    int status = mt_image_config_read(&reader->config, options, folder, error);
+    int status = mt_image_config_read(c, &options->stack, folder, error);
     free(folder);
-    return status;
+    if (status != 0) return -1;
+    if (options->image_min_pixels > 0) c->min_pixels = options->image_min_pixels;
+    if (options->image_max_pixels > 0) c->max_pixels = options->image_max_pixels;
+    int64_t side = c->patch_size * c->merge_size;
+    if (c->min_pixels <= c->max_pixels && c->max_pixels >= side * side) return 0;
+    return mt_error_set(error,
+                        "pictures would have %lld to %lld pixels, and a token has %lld; change --image-min-pixels or "
+                        "--image-max-pixels",
+                        (long long)c->min_pixels, (long long)c->max_pixels, (long long)(side * side));
 }
 
 /* ---- pictures of messages */
@@ -51,19 +77,20 @@ typedef struct beside_list {
     size_t count, taken;
 } beside_list;
 
+static const char data_address[] = "data:", file_address[] = "file://";
+enum { DATA_BYTES = sizeof data_address - 1, FILE_BYTES = sizeof file_address - 1 };
+
 /* The path of a picture: a text, or a field of an object. NULL: none. */
 static const char *source_of(const json_t *item) {
-    static const char *const keys[] = {"image", "image_url", "path", "url"};
-    for (int i = 0; json_is_object(item) && i < 4; i++) {
+    static const char *const keys[] = {"image", "image_url", "bytes", "path", "url"};
+    for (int i = 0; json_is_object(item) && i < 5; i++) {
         const char *source = source_of(json_object_get(item, keys[i]));
-        if (source) return source;
+        bool has_bytes = source && strncasecmp(source, data_address, DATA_BYTES) == 0; // of a file of Parquet
+        if (source && (has_bytes || strcmp(keys[i], "bytes") != 0)) return source;
     }
     const char *text = json_string_value(item);
     return text && *text && strlen(text) == json_string_length(item) ? text : NULL;
 }
-
-static const char data_address[] = "data:", file_address[] = "file://";
-enum { DATA_BYTES = sizeof data_address - 1, FILE_BYTES = sizeof file_address - 1 };
 
 static int take_source(mt_images *images, const char *source, const char *folder, mt_error *error) {
     bool is_data = strncasecmp(source, data_address, DATA_BYTES) == 0;

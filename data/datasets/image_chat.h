@@ -7,6 +7,7 @@
 #ifndef MT_IMAGE_CHAT_H
 #define MT_IMAGE_CHAT_H
 
+#include "../options/options.h"
 #include "../tokens/chat.h"
 #include "images.h"
 
@@ -15,6 +16,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* The place of a picture in a text, as in LLaMA-Factory, verl and ROLL. */
+#define MT_IMAGE_MARK "<image>"
 
 /* A picture that a conversation names. */
 typedef struct mt_image {
@@ -27,6 +31,7 @@ typedef struct mt_image {
 typedef struct mt_images {
     mt_image *items;
     int64_t count, capacity;
+    bool borrows; // the sources are another list's, which outlives this one
 } mt_images;
 
 /* Removes the pictures from `count` on; with 0 also the array. */
@@ -34,6 +39,12 @@ void mt_images_cut(mt_images *images, int64_t count);
 
 /* Moves all pictures of `from` to the end of `images`. */
 void mt_images_move(mt_images *images, mt_images *from);
+
+/* Appends pictures [first, first + count) of `from`, and borrows their sources: `images` has no others. */
+void mt_images_borrow(mt_images *images, const mt_images *from, int64_t first, int64_t count);
+
+/* The same with copies of the sources. */
+void mt_images_copy(mt_images *images, const mt_images *from, int64_t first, int64_t count);
 
 /* How pictures of conversations are read. */
 typedef struct mt_image_reader {
@@ -43,8 +54,10 @@ typedef struct mt_image_reader {
 } mt_image_reader;
 
 /* The tower of the options, with the processor's file beside the tokenizer, whose file or folder is `tokenizer` (NULL:
- * none). Errors: a model without a tower; those of mt_image_config_read. */
-int mt_image_reader_open(mt_image_reader *reader, const mt_options *options, const char *tokenizer, mt_error *error);
+ * none), and the pixels of --image-min-pixels and --image-max-pixels. Errors: a model without a tower; those of
+ * mt_image_config_read; more pixels at least than at most. */
+int mt_image_reader_open(mt_image_reader *reader, const mt_run_options *options, const char *tokenizer,
+                         mt_error *error);
 
 /* Appends the pictures of messages to `images`, and leaves parts without paths, {"type": "text", "text": ...} and
  * {"type": "image"}, which templates take. A message's "content" (or "value") may be a list of such parts, where a

@@ -814,8 +814,8 @@ static int64_t mt_patches_filled(const mt_image_batch *images) {
     return patches;
 }
 
-/* The pictures of a sample. */
-static int append_images(mt_batch *batch, const mt_samples *samples, int64_t sample, mt_error *error) {
+int mt_batch_append_images(mt_batch *batch, const mt_samples *samples, int64_t sample, mt_error *error) {
+    if (!samples->image_offsets) return 0;
     const mt_image_config *c = &samples->image_config;
     mt_image_batch *images = &batch->images;
     int64_t values = MT_IMAGE_CHANNELS * c->temporal_patch_size * c->patch_size * c->patch_size;
@@ -841,7 +841,7 @@ static int append_sample(mt_batch *batch, const mt_samples *samples, int64_t sam
         batch->token_index[first + i] = token_index + i;
     }
     if (samples->inputs) append_input(batch, samples, sample, token_index);
-    if (samples->image_offsets && append_images(batch, samples, sample, error) != 0) return -1;
+    if (mt_batch_append_images(batch, samples, sample, error) != 0) return -1;
     if (!samples->ref_logps) return 0;
     float *logps = batch->loss_inputs[MT_REF_LOGP] + first; // the loss reads their sum over the trained tokens
     int64_t last = length - 1;

@@ -149,6 +149,9 @@ double mt_step_plan_imbalance(const mt_step_plan *plan);
 int mt_step_plan_fill(const mt_step_plan *plan, int64_t slot, int64_t rank, const mt_samples *samples,
                       int64_t num_tokens, mt_batch *batch, mt_error *error);
 
+/* Appends the pictures of a sample to a batch, as mt_step_plan_fill does. */
+int mt_batch_append_images(mt_batch *batch, const mt_samples *samples, int64_t sample, mt_error *error);
+
 /* The most patches that the pictures of a micro-batch of `tokens` tokens have: those of the sample with the most for
  * its tokens. 0: none has pictures. */
 int64_t mt_samples_max_patches(const mt_samples *samples, int64_t tokens);

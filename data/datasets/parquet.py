@@ -2,11 +2,11 @@
 
 The argument is the path. A line feed comes when a package was found; then a line "=" and the names of the columns, a
 list in JSON; a line for each row; and a last line, "=" or "!" and an error. Columns of bytes become texts of UTF-8, or
-objects that no reader takes for a text. Numbers that JSON has not are null or texts.
+objects that no reader takes for a text; those of a picture, PNG or JPEG, the address data:image/...;base64,... Numbers that JSON has not are null or texts.
 """
 import sys
 sys.path = [p for p in sys.path if p]  # no module of the current folder
-import datetime, json, math, os
+import base64, datetime, json, math, os
 try:
     import pyarrow.parquet
     duckdb = None
@@ -17,6 +17,7 @@ except ImportError:
         sys.exit(3)
 
 ROWS = 1000  # that are in memory at once
+PICTURES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}  # by their first bytes
 
 
 def plain(value):
@@ -32,6 +33,9 @@ def plain(value):
         try:
             return bytes(value).decode()
         except UnicodeDecodeError:
+            for begin, kind in PICTURES.items():
+                if bytes(value).startswith(begin):
+                    return "data:image/%s;base64,%s" % (kind, base64.b64encode(value).decode())
             return {"bytes": len(value)}
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()

@@ -425,8 +425,8 @@ static int read_message(reader *r, const json_t *message, const char *name, mt_e
     if (!json_is_string(content) && !calls_only && !has_parts)
         return mt_error_set(error, "\"%s\": a message's \"content\" is not a text%s", name,
                             json_is_array(content)
-                                ? "; parts and pictures need a model with a vision tower, --sft, and "
-                                  "the chat template of a folder"
+                                ? "; parts and pictures need a model with a vision tower, and the chat "
+                                  "template of a folder"
                                 : "");
     if (check_more_fields(r, message, name, error) != 0) return -1;
     add_message(r, role, json_string_value(content), (int64_t)json_string_length(content));
@@ -609,6 +609,52 @@ static int read_single(reader *r, const json_t *object, mt_error *error) {
                                "--messages-key, or --prompt-key and --response-key");
 }
 
+/* The pictures beside the messages. */
+static const char *const image_keys[] = {"images", "image", NULL};
+
+/* The field of a line with pictures beside its messages; NULL: it has none. */
+static const char *find_beside(const reader *r, const json_t *object) {
+    const char *key = r->config->image_key;
+    return key ? has_value(get_field(object, key)) ? key : NULL : first_with_value(object, image_keys);
+}
+
+/* Takes the pictures of `messages`, a list, and those beside it in the line. */
+static int take_listed_images(reader *r, const json_t *object, json_t *messages, mt_error *error) {
+    const char *beside = find_beside(r, object);
+    const json_t *list = beside ? get_field(object, beside) : NULL;
+    if (mt_images_take(&r->images, messages, list, r->folder, error) != 0) return -1;
+    if (r->images.count == 0) return 0;
+    return check_tokenizer(r, error) == 0 ? mt_images_check_chat(r->chat, error) : -1;
+}
+
+/* Makes a prompt of a text, with pictures beside it, a message of the user; NULL: there is none, or a list. */
+static json_t *list_prompt(const reader *r, json_t *object) {
+    const char *name;
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
+    if (!json_is_string(prompt) || !find_beside(r, object)) return NULL;
+    json_t *list = json_pack("[{s:s, s:O}]", "role", "user", "content", prompt);
+    json_object_set_new(object, name, list);
+    return list;
+}
+
+/* Takes the pictures out of the prompt and one of the two responses, `object` being a copy of the line: of both lists
+ * of messages one after the other. A prompt that the response holds is left out. */
+static int take_choice_images(reader *r, json_t *object, const char *choice, mt_error *error) {
+    const char *name;
+    const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &name);
+    json_t *response = json_object_get(object, choice), *both = json_array();
+    mt_images_cut(&r->images, 0);
+    if (is_conversation(response) && prompt && holds_prompt(response, prompt))
+        json_object_del(object, name);
+    else if (json_is_array(prompt) || (prompt = list_prompt(r, object)))
+        json_array_extend(both, (json_t *)prompt);
+    if (json_is_array(response)) json_array_extend(both, response);
+    if (json_is_object(response)) json_array_append(both, response);
+    int status = take_listed_images(r, object, both, error);
+    json_decref(both);
+    return status;
+}
+
 /* Encodes the prompt, if there is one, with one of the two responses. */
 static int encode_choice(reader *r, const json_t *object, const char *choice, mt_error *error) {
     const char *name;
@@ -685,8 +731,11 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
     double logps[2];
     if (c->ref_logps && read_ref_logps(object, logps, error) != 0) return -1;
     for (int i = 0; i < 2 && status == 0; i++) {
-        status = encode_choice(r, object, choices[i], error);
+        json_t *line = c->images ? json_deep_copy(object) : json_incref((json_t *)object);
+        status = c->images ? take_choice_images(r, line, choices[i], error) : 0;
+        if (status == 0) status = encode_choice(r, line, choices[i], error);
         if (status == 0) status = take_sample(r, error);
+        json_decref(line);
     }
     bool both = status == 0 && r->samples.count == count + 2, is_equal = both && pair_is_equal(&r->samples);
     bool is_cut = r->truncated > truncated;
@@ -696,6 +745,7 @@ static int read_pair(reader *r, const json_t *object, mt_error *error) {
         return 0;
     }
     r->samples.count = count;
+    if (c->images && r->samples.image_offsets) mt_images_cut(&r->samples.images, r->samples.image_offsets[count]);
     r->trained = trained;
     r->truncated = truncated;
     r->dropped = dropped + 2 * (status == 0 && !both);
@@ -885,6 +935,23 @@ static char *copy_conversation(const reader *r) {
     return text;
 }
 
+/* The texts of a message's parts, with image_mark for each picture. */
+static char *join_parts(const json_t *fields, int64_t *bytes) {
+    const json_t *part;
+    mt_text text = {0};
+    size_t i;
+    json_array_foreach(json_object_get(fields, "content"), i, part) {
+        const json_t *words = json_object_get(part, "text");
+        if (words)
+            mt_text_append(&text, json_string_value(words), (int64_t)json_string_length(words));
+        else
+            mt_text_append(&text, MT_IMAGE_MARK, (int64_t)strlen(MT_IMAGE_MARK));
+    }
+    *bytes = text.bytes;
+    mt_text_append(&text, "", 1);
+    return text.data;
+}
+
 /* Reads one line as a prompt. */
 static int read_question(reader *r, const json_t *object, mt_error *error) {
     const mt_sft_config *c = r->config;
@@ -904,6 +971,9 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
         return mt_error_set(error, "\"%s\" does not end with a message of the user", messages ? name : prompt_name);
     if (status != 0 || encode_messages(r, true, error) != 0) return -1;
     if (r->ids.count == 0) return mt_error_set(error, "the prompt is empty");
+    if (c->conversations && r->images.count > 0)
+        return mt_error_set(error, "has pictures, which conversations with --env-command do not have so far; remove "
+                                   "the line, or --env-command");
     for (int64_t i = 0; i < r->turns.count; i++) r->turns.data[i] = 0;
     const mt_chat_message *last = &r->messages[r->num_messages - 1];
     mt_question question = {0};
@@ -922,7 +992,8 @@ static int read_question(reader *r, const json_t *object, mt_error *error) {
         r->dropped++;
         return 0;
     }
-    question.prompt = copy_text(last->content, question.prompt_bytes = last->bytes);
+    question.prompt = last->content ? copy_text(last->content, question.prompt_bytes = last->bytes)
+                                    : join_parts(r->fields[r->num_messages - 1], &question.prompt_bytes);
     if (c->conversations) question.conversation = copy_conversation(r);
     add_sample(r, r->ids.count);
     s->questions = mt_realloc(s->questions, r->sample_capacity * (int64_t)sizeof *s->questions);
@@ -952,28 +1023,18 @@ static int read_settings(reader *r, const json_t *object, mt_error *error) {
     return 0;
 }
 
-/* The pictures beside the messages. */
-static const char *const image_keys[] = {"images", "image", NULL};
-
-/* Takes the pictures out of the messages of a line, whose contents become parts. */
-static int take_images(reader *r, const json_t *object, mt_error *error) {
-    const char *name, *prompt_name, *beside = first_with_value(object, image_keys);
-    const json_t *messages = find_messages(r, object, &name);
+/* Takes the pictures out of the messages of a line, whose contents become parts; see take_choice_images for pairs. */
+static int take_images(reader *r, json_t *object, mt_error *error) {
+    const char *name, *prompt_name, *beside = find_beside(r, object);
+    if (!r->config->images || r->config->pairs) return 0; // see check_line
+    json_t *messages = (json_t *)find_messages(r, object, &name);
     const json_t *prompt = find_field(object, r->config->prompt_key, "prompt", "instruction", &prompt_name);
-    if (!r->config->images) return 0;                                          // see check_line
-    if (!messages && beside && r->config->prompts && json_is_string(prompt)) { // a message of the user
-        json_t *list = json_pack("[{s:s, s:O}]", "role", "user", "content", prompt);
-        json_object_set_new((json_t *)object, prompt_name, list);
-        prompt = list;
-    }
-    if (!messages && json_is_array(prompt)) messages = prompt;
+    if (!messages && json_is_string(prompt)) prompt = list_prompt(r, object);
+    if (!messages && json_is_array(prompt)) messages = (json_t *)prompt;
     if (beside && !messages)
         return mt_error_set(error, "has \"%s\" and no \"%s\"; pictures stand in messages, as <image> in a text", beside,
                             name);
-    const json_t *list = beside ? json_object_get(object, beside) : NULL;
-    if (mt_images_take(&r->images, (json_t *)messages, list, r->folder, error) != 0) return -1;
-    if (r->images.count == 0) return 0;
-    return check_tokenizer(r, error) == 0 ? mt_images_check_chat(r->chat, error) : -1;
+    return take_listed_images(r, object, messages, error);
 }
 
 /* Fields of a line that would make another sample of it. */
@@ -981,10 +1042,10 @@ static int check_line(const reader *r, const json_t *object, mt_error *error) {
     static const char *const refused[] = {"functions", "videos", "audios", NULL};
     static const char *const of_tokens[] = {"input_ids", "labels", "loss_mask", "mask"};
     bool trained = true;
-    const char *mark, *field = first_with_value(object, refused), *image = first_with_value(object, image_keys);
+    const char *mark, *field = first_with_value(object, refused), *image = find_beside(r, object);
     if (image && !r->config->images)
-        return mt_error_set(
-            error, "has \"%s\", which only --sft of a model with a vision tower reads; remove it or the line", image);
+        return mt_error_set(error, "has \"%s\", which only a model with a vision tower reads; remove it or the line",
+                            image);
     for (int i = 0; i < 4 && !field; i++)
         if (json_is_number(json_array_get(json_object_get(object, of_tokens[i]), 0))) field = of_tokens[i];
     if (field) return mt_error_set(error, "has \"%s\", which is not supported; remove it or the line", field);
@@ -1016,7 +1077,8 @@ static bool is_read(const reader *r, const json_t *object, const char *key) {
     }
     if (takes_extras(r)) read[count++] = "tools";
     if (takes_extras(r)) read[count++] = "chat_template_kwargs";
-    if (c->images) read[count++] = "images", read[count++] = "image";
+    if (c->images && c->image_key) read[count++] = c->image_key;
+    if (c->images && !c->image_key) read[count++] = "images", read[count++] = "image";
     if (c->prompts) read[count++] = answer_name;
     if (c->shares.count > 0) read[count++] = "domain", read[count++] = c->tag_key ? c->tag_key : "tag";
     if (c->teachers.count > 0) read[count++] = teacher_key(c);
@@ -1258,7 +1320,7 @@ int mt_samples_read(mt_samples *samples, const mt_sft_config *config, const mt_t
     if (config->images) r.samples.image_config = config->images->config;
     for (int64_t i = 0; i < config->paths.count && status == 0; i++) {
         char *folder = mt_path_folder(config->paths.items[i]);
-        r.folder = folder;
+        r.folder = config->image_folder ? config->image_folder : folder;
         status = read_file(&r, config->paths.items[i], error);
         free(folder);
     }

@@ -74,10 +74,11 @@ typedef struct mt_sft_config {
     const char *answer_key; // NULL: answer, ground_truth or reward_model.ground_truth
     bool needs_answer;      // a prompt without an answer is bad
     bool conversations;     // mt_question.conversation is kept
-    const mt_image_reader *images; // how pictures are read, relative paths in the folder of the file; NULL: lines with
-                                   // pictures are bad
-    mt_strings shares;             // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
-    const char *tag_key;           // NULL: tag
+    char *image_key, *image_folder; // with `images`: NULL: "images" or "image"; the folder of the file
+    const mt_image_reader *images;  // how pictures are read, relative paths in the folder of the file; NULL: lines with
+                                    // pictures are bad
+    mt_strings shares;              // --prompt-shares; prompts whose tags are in none are left out. Empty: all are kept
+    const char *tag_key;            // NULL: tag
     mt_strings teachers;     // --teachers, KEY=FOLDER; a prompt without one of these keys is bad. Empty: 0 for all
     const char *teacher_key; // NULL: data_source
     /* An error if the reward cannot compare with an answer, which makes the prompt bad; NULL: it can with any. */

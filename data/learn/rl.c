@@ -21,6 +21,7 @@
 #include "../options/option_table.h"
 #include "../models/generate.h"
 #include "../models/model_role.h"
+#include "../models/text_images.h"
 #include "../models/transfer.h"
 #include "../checkpoint/checkpoint_folder.h"
 #include "../checkpoint/checkpoint_load.h"
@@ -75,6 +76,8 @@ struct mt_rl {
     char *critic_folder;       // that it saves to
     mt_run_state critic_state; // its numbers of take_trained
     mt_samples prompts;
+    mt_image_reader reader;                   // how their pictures were read
+    mt_text_images **pictures;                // [prompts.count] of each prompt, or NULL; NULL: no prompt has pictures
     int64_t *quotas;                          // prompts of an iteration of each of --prompt-shares
     mt_stops stops;                           // tokens that end a response
     mt_reward_function *rewards[MT_MAX_INTS]; // of rank 0; NULL: a model's, the environment's, or another rank
@@ -122,9 +125,25 @@ static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
 }
 
-void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o) {
+/* Adds the memory for pictures in generation: of --max-image-tokens, or of the prompt with the most of them. */
+static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
+    int64_t patches_of_token = prompts->image_config.merge_size * prompts->image_config.merge_size, most = 0;
+    for (int64_t i = 0; i < prompts->count && prompts->images.count > 0; i++) {
+        int64_t tokens = 0;
+        for (int64_t k = prompts->image_offsets[i]; k < prompts->image_offsets[i + 1]; k++) {
+            int64_t patches = prompts->images.items[k].grid.height * prompts->images.items[k].grid.width;
+            tokens += patches / patches_of_token, plan->max_patches = mt_max(plan->max_patches, patches);
+        }
+        most = mt_max(most, tokens);
+    }
+    plan->max_image_tokens = mt_max(most, mt_min(o->max_image_tokens, most * plan->cache_sequences));
+}
+
+void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     mt_run_options apart = *o;
-    if (!mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) plan_generation(plan, o);
+    plan->max_patches = mt_samples_max_patches(prompts, plan->max_tokens);
+    if (mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
+    plan_generation(plan, o), plan_pictures(plan, o, prompts);
 }
 
 static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
@@ -140,6 +159,9 @@ static int create_partner(mt_rl *rl, partner *p, const mt_model_plan *actor_plan
                           mt_error *error) {
     mt_model_plan plan = mt_model_role_plan(&p->role, actor_plan, rl->config.options->stack.context_parallel_size);
     plan.train = loss != NULL, plan.loss = loss;
+    const char *folder = p->folder ? p->folder : p->role.options.load;
+    int status = rl->pictures ? mt_model_role_check_pictures(&p->role, folder, &rl->reader, error) : 0;
+    if (mt_agree(&rl->config.grid->world, status != 0, error) != 0) return -1;
     return mt_model_role_create(&p->role, &plan, error);
 }
 
@@ -509,7 +531,7 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
     mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
     if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
     if (!mt_model_role_is_apart(role)) return 0;
-    plan_generation(&plan, &role->options);
+    plan_generation(&plan, &role->options), plan_pictures(&plan, &role->options, &rl->prompts);
     plan.host_memory = actor_plan->host_memory;
     if (mt_model_role_create(role, &plan, error) != 0) return -1;
     mt_report_role(role, c->log);
@@ -541,10 +563,15 @@ static int check_prompts(mt_rl *rl, mt_run_state *state, mt_error *error) {
                                "--finetune");
 }
 
-/* The prompts of all files, on every rank. */
-static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, mt_error *error) {
+int mt_rl_read_prompts(mt_samples *prompts, const mt_rl_config *c, mt_error *error) {
     const mt_run_options *o = c->options;
-    bool has_number = mt_options_rewards(o, MT_REWARD_NUMBER);
+    bool has_number = mt_options_rewards(o, MT_REWARD_NUMBER), sees = o->stack.vision.tower != MT_VISION_NONE;
+    mt_image_reader reader;
+    int64_t *quotas = mt_calloc((o->prompt_shares.count + 1) * 8); // a wrong share is an error before any line is read
+    *prompts = (mt_samples){0};
+    int status = mt_prompt_quotas(quotas, &o->prompt_shares, o->rollout_batch_size, error);
+    free(quotas);
+    if (status == 0 && sees) status = mt_image_reader_open(&reader, o, c->tokenizer_path, error);
     mt_sft_config files = {.paths = o->data_path,
                            .tokenizer_path = c->tokenizer_path,
                            .vocab_size = o->stack.vocab_size,
@@ -564,17 +591,40 @@ static int read_prompts(mt_samples *prompts, const mt_rl_config *c, FILE *log, m
                            .conversations = o->env_command != NULL,
                            .needs_answer = mt_options_rewards(o, MT_REWARD_EXACT) || has_number,
                            .check_answer = has_number ? mt_reward_check_number : NULL,
-                           .log = log};
-    int status = mt_samples_read(prompts, &files, c->tokenizer, error);
+                           .image_key = o->image_key,
+                           .image_folder = o->image_folder,
+                           .images = sees ? &reader : NULL,
+                           .log = c->log};
+    if (status == 0) status = mt_samples_read(prompts, &files, c->tokenizer, error);
     return mt_agree(&c->grid->world, status != 0, error);
 }
 
 int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error) {
-    mt_samples prompts = {0};
-    int status = read_prompts(&prompts, config, NULL, error);
+    mt_samples prompts;
+    mt_rl_config silent = *config;
+    silent.log = NULL;
+    int status = mt_rl_read_prompts(&prompts, &silent, error);
     int64_t count = prompts.count;
     mt_samples_free(&prompts);
     return status == 0 ? count : -1;
+}
+
+/* The pictures of each prompt. */
+static int open_pictures(mt_rl *rl, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    const mt_samples *prompts = &rl->prompts;
+    if (prompts->images.count == 0) return 0;
+    int status = mt_image_reader_open(&rl->reader, c->options, c->tokenizer_path, error);
+    if (mt_agree(&c->grid->world, status != 0, error) != 0) return -1;
+    rl->pictures = mt_calloc(prompts->count * (int64_t)sizeof *rl->pictures);
+    for (int64_t i = 0; i < prompts->count; i++) {
+        int64_t first = prompts->image_offsets[i], token = prompts->offsets[i];
+        mt_images images = {0};
+        mt_images_borrow(&images, &prompts->images, first, prompts->image_offsets[i + 1] - first);
+        rl->pictures[i] =
+            mt_text_images_open(&images, &rl->reader, prompts->tokens + token, prompts->offsets[i + 1] - token);
+    }
+    return 0;
 }
 
 static void configure_rollouts(mt_rl *rl) {
@@ -618,18 +668,22 @@ static void configure_rollouts(mt_rl *rl) {
     MT_CHECK(mt_options_correction(&rl->correction, o, &none) == 0); // option_rules.c did it too
 }
 
-/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template. */
+/* The tokens that end a response: of the model's folder, of the tokenizer, and of the chat template; the image token.
+ */
 static int find_stops(mt_rl *rl, mt_stops *stops, mt_error *error) {
     const mt_rl_config *c = &rl->config;
     mt_chat *chat;
     if (mt_chat_open(&chat, c->options->chat_template, c->tokenizer, c->tokenizer_path, error) != 0) return -1;
     int status = mt_chat_set_variables(chat, c->options->chat_template_kwargs, error);
     if (status == 0) status = mt_chat_prepare(chat, error);
-    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1};
+    // a response has no picture, so that an image token can only end it: nothing follows that would read it
+    bool sees = c->options->stack.vision.tower != MT_VISION_NONE;
+    const int32_t ends[] = {mt_tokenizer_eod(c->tokenizer), status == 0 ? mt_chat_end(chat) : -1,
+                            sees ? (int32_t)c->options->stack.vision.image_token_id : -1};
     mt_chat_close(chat);
     rl->end = ends[1];
     if (status != 0 || mt_stops_of_options(stops, c->options, error) != 0) return -1;
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 3; i++)
         if (ends[i] >= 0 && !mt_stops_add(stops, ends[i]))
             return mt_error_set(error,
                                 "--load %s: \"eos_token_id\" leaves no room for the end of a response; shorten "
@@ -715,7 +769,7 @@ int mt_rl_write(const mt_rl *rl, const char *folder, mt_error *error) {
 int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
                mt_error *error) {
     mt_rl *rl = mt_calloc(sizeof *rl);
-    rl->config = *config;
+    rl->config = *config, rl->prompts = config->prompts;
     mt_model_role_lend(&rl->actor, "actor", config->options, actor);
     mt_report_role(&rl->actor, config->log);
     configure_rollouts(rl);
@@ -732,7 +786,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
         status = mt_error_set(error, "%s is for the CPU: give --device cpu, or correct the difference by --rollout-is",
                               of_cpu);
     if (status == 0) status = mt_prompt_quotas(rl->quotas, &o->prompt_shares, o->rollout_batch_size, error);
-    if (status == 0) status = read_prompts(&rl->prompts, config, config->log, error);
+    if (status == 0) status = open_pictures(rl, error);
     if (status == 0) status = check_prompts(rl, state, error);
     if (status == 0) status = find_stops(rl, &rl->stops, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_NOTHING, error); // room for the others
@@ -774,6 +828,8 @@ void mt_rl_close(mt_rl *rl) {
     free(rl->generated), free(rl->routes.experts);
     for (int64_t i = 0; i < rl->num_pending; i++) mt_pending_free(&rl->pending[i]);
     free(rl->pending), free(rl->saved_pending);
+    for (int64_t i = 0; i < rl->prompts.count && rl->pictures; i++) mt_text_images_close(rl->pictures[i]);
+    free(rl->pictures);
     mt_samples_free(&rl->prompts);
     free(rl->quotas);
     free(rl);
@@ -866,12 +922,13 @@ static int prepare_generator(mt_rl *rl, mt_error *error) {
 
 /* Texts to continue. */
 typedef struct texts {
-    const int32_t **tokens;      // [count]
-    int64_t *lengths;            // [count]
-    int64_t count, each;         // continuations of each
-    int64_t first_id;            // of the continuations
-    bool greedy;                 // the most probable tokens
-    const int64_t *ids, *limits; // mt_rollout's; NULL: none
+    const int32_t **tokens;            // [count]
+    int64_t *lengths;                  // [count]
+    const mt_sequence_images **images; // [count] of each, or NULL; NULL: none has any
+    int64_t count, each;               // continuations of each
+    int64_t first_id;                  // of the continuations
+    bool greedy;                       // the most probable tokens
+    const int64_t *ids, *limits;       // mt_rollout's; NULL: none
 } texts;
 
 /* Generates sequences[count, each]. Returns MT_RL_STOPPED if a signal requests a stop. */
@@ -882,6 +939,7 @@ static int write_responses(mt_rl *rl, const texts *t, mt_sequence *sequences, mt
                           .first_id = t->first_id,
                           .ids = t->ids,
                           .limits = t->limits,
+                          .images = t->images,
                           .sampling = sampling_of(o),
                           .stops = rl->stops,
                           .is_stopped = mt_stop_requested,
@@ -1006,7 +1064,13 @@ static int write_turns(mt_rl *rl, talk *talks, const int64_t *active, int64_t co
         memcpy(tokens[k], prompts->tokens[prompt], (size_t)first * 4);
         memcpy(tokens[k] + first, t->tokens.data, (size_t)t->tokens.count * 4);
     }
-    const texts whole = {(const int32_t **)tokens, lengths, count, 1, prompts->first_id, false, ids, limits};
+    const texts whole = {.tokens = (const int32_t **)tokens,
+                         .lengths = lengths,
+                         .count = count,
+                         .each = 1,
+                         .first_id = prompts->first_id,
+                         .ids = ids,
+                         .limits = limits};
     int status = write_responses(rl, &whole, sequences, error);
     for (int64_t k = 0; k < count && status == 0; k++) take_turn(rl, &talks[active[k]], &sequences[k]);
     for (int64_t k = 0; k < count; k++) free(tokens[k]);
@@ -1057,6 +1121,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     int64_t *order = mt_malloc(prompts * 8);
     texts own = {.count = prompts, .each = each, .first_id = position * each};
     own.tokens = mt_malloc(prompts * (int64_t)sizeof *own.tokens), own.lengths = mt_malloc(prompts * 8);
+    own.images = rl->pictures ? mt_malloc(prompts * (int64_t)sizeof *own.images) : NULL;
     talk *talks = o->env_command ? mt_calloc(count * (int64_t)sizeof *talks) : NULL;
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_sequence *greedy = mt_calloc(prompts * (int64_t)sizeof *greedy);
@@ -1068,6 +1133,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     for (int64_t i = 0; i < prompts; i++) {
         own.tokens[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         own.lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+        if (rl->pictures) own.images[i] = mt_text_images_list(rl->pictures[order[i]]);
     }
     mt_model_role *generator = generator_of(rl);
     int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
@@ -1106,7 +1172,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
         rl->times.tokens[GENERATION] += (double)written;
     }
     if (talks) free_talks(talks, count);
-    free(order), free(own.lengths), free(own.tokens), free(sequences), free(greedy);
+    free(order), free(own.lengths), free(own.tokens), free(own.images), free(sequences), free(greedy);
     return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
 
@@ -1222,6 +1288,7 @@ static int64_t *all_sequences(const mt_rl *rl) {
 static int score_by_model(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     mt_rollout_config later = {.max_new_tokens = rl->config.options->max_new_tokens, .first = first, .whole = true};
+    later.image_token_id = rl->config.options->stack.vision.image_token_id;
     mt_rollouts_select(r, &later);
     int64_t *sequences = all_sequences(rl);
     plan_batches(rl, sequences, r->samples.count, &rl->shape);

@@ -4,6 +4,7 @@
 #define MT_RL_H
 
 #include "../tokens/tokenizer.h"
+#include "../datasets/sft.h"
 #include "../checkpoint/checkpoint_save.h"
 #include "../report/report.h"
 
@@ -23,21 +24,24 @@ typedef struct mt_rl_config {
     FILE *log;                  // lines about the files; NULL: nowhere
     mt_checkpoint_extra *extra; // as for mt_saver_open, for the critic's checkpoints
     void *context;
+    mt_samples prompts; // of mt_rl_read_prompts; mt_rl_open takes them over
 } mt_rl_config;
 
-/* Adds the memory for responses to the plan of an actor, before its creation. */
-void mt_rl_plan(mt_model_plan *plan, const mt_run_options *options);
+/* Reads the prompts of options->data_path, before a model exists. Every rank calls it. Errors: files or lines that
+ * cannot be read, prompts that are too long. */
+int mt_rl_read_prompts(mt_samples *prompts, const mt_rl_config *config, mt_error *error);
+
+/* Adds the memory for responses to these prompts to the plan of an actor, before its creation. */
+void mt_rl_plan(mt_model_plan *plan, const mt_run_options *options, const mt_samples *prompts);
 
 /* The number of prompts of options->data_path; -1 with error. Every rank calls it, before a model exists. */
 int64_t mt_rl_count_prompts(const mt_rl_config *config, mt_error *error);
 
-/* Reads the prompts of options->data_path, opens the reward, and creates and loads the models that work with the actor:
- * the reference where a divergence from it counts, the critic for gae, the reward model. `plan` is the actor's, whose
- * weights are loaded; `state` is the run's, and gets the fingerprint of the prompts. A run that resumes takes the
- * critic from the folder critic of options->save. Errors: files that cannot be read, prompts that are too long, or
- * other prompts than at the start of the run; rewards that cannot be computed; too little memory. Every rank
- * calls it.
- */
+/* Opens the reward, and creates and loads the models that work with the actor: the reference where a divergence from it
+ * counts, the critic for gae, the reward model. `plan` is the actor's, whose weights are loaded; `state` is the run's,
+ * and gets the fingerprint of the prompts. A run that resumes takes the critic from the folder critic of options->save.
+ * Errors: folders that cannot be read, or other prompts than at the start of the run; rewards that cannot be computed;
+ * prompts with pictures and a model that cannot read them; too little memory. Every rank calls it. */
 int mt_rl_open(mt_rl **rl, const mt_rl_config *config, mt_model *actor, const mt_model_plan *plan, mt_run_state *state,
                mt_error *error);
 void mt_rl_close(mt_rl *rl);

@@ -256,6 +256,7 @@ static void append_sequence(mt_rollouts *r, const mt_rollout_config *c, int64_t 
     memcpy(to->tokens + first, prompts->tokens + prompt, (size_t)prompt_tokens * 4);
     memcpy(to->tokens + end, r->responses[s], (size_t)r->response_tokens[s] * 4);
     end += r->response_tokens[s];
+    if (c->whole && to->tokens[end - 1] == c->image_token_id) to->tokens[end - 1] = 0;
     if (c->whole) to->tokens[end++] = 0;
     bool counts = !(r->overlong[s] && c->overlong == MT_OVERLONG_MASK);
     const uint8_t *is_written = r->turns[s].is_written;
@@ -268,6 +269,11 @@ static void append_sequence(mt_rollouts *r, const mt_rollout_config *c, int64_t 
     r->spans[to->count] = (mt_span){r->T, end - first - 1, r->T, end - first - 1, true};
     r->T += end - first - 1;
     r->response_of[to->count] = s, r->groups[to->count] = s / r->group_size;
+    if (prompts->image_offsets) {
+        int64_t image = prompts->image_offsets[r->prompt_of[s]];
+        mt_images_borrow(&to->images, &prompts->images, image, prompts->image_offsets[r->prompt_of[s] + 1] - image);
+        to->image_offsets[to->count + 1] = to->images.count;
+    }
     to->offsets[++to->count] = end;
 }
 
@@ -301,6 +307,8 @@ void mt_rollouts_select(mt_rollouts *r, const mt_rollout_config *c) {
     }
     r->samples = (mt_samples){
         .offsets = mt_calloc((r->count + 1) * 8), .tokens = mt_malloc(tokens * 4), .is_trained = mt_malloc(tokens)};
+    r->samples.image_config = r->prompts->image_config;
+    if (r->prompts->image_offsets) r->samples.image_offsets = mt_calloc((r->count + 1) * 8);
     r->response_of = mt_malloc(r->count * 8), r->groups = mt_malloc(r->count * 8), r->rewards = mt_malloc(r->count * 8);
     r->baselines = mt_calloc(r->count * 8);
     r->spans = mt_malloc(r->count * (int64_t)sizeof *r->spans);

@@ -43,9 +43,10 @@ typedef struct mt_rollout_config {
     int64_t first;      // response of the first sequence, a multiple of the group's size
     /* as a reward model needs: the last token is an input too, a counted token 0 follows it; baselines are sequences */
     bool whole;
-    bool dynamic_sampling;              // groups of several responses whose rewards are all alike are dropped
-    mt_kl_type kl_type;                 // of the KL penalty in the reward
-    double kl_in_reward;                // its coefficient; 0: none
+    int64_t image_token_id; // with `whole`: a response that ends with it ends with token 0, as it has no picture
+    bool dynamic_sampling;  // groups of several responses whose rewards are all alike are dropped
+    mt_kl_type kl_type;     // of the KL penalty in the reward
+    double kl_in_reward;    // its coefficient; 0: none
     mt_reward_norm norm_mean, norm_std; // of rewards, after the penalty, before the clip
     mt_reals weights;                   // of several rewards
     bool weighs_rollouts;               // MT_ROLLOUT_WEIGHTS are computed

@@ -423,6 +423,15 @@ static int place_role(mt_reference *r, const mt_ops *ops, mt_error *error) {
     return status;
 }
 
+/* An error unless the other model takes the pictures of the run. */
+static int check_pictures(const mt_reference *r, const mt_run_options *options, mt_error *error) {
+    mt_image_reader reader;
+    int status = mt_image_reader_open(&reader, options, options->load, error);
+    const char *folder = options->ref_load && !r->is_teacher ? options->ref_load : r->role.options.load;
+    if (status == 0) status = mt_model_role_check_pictures(&r->role, folder, &reader, error);
+    return mt_agree(&r->role.grid->world, status != 0, error);
+}
+
 int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_options *options, const mt_ops *ops,
                       const mt_run_state *state, FILE *log, mt_error *error) {
     *reference = NULL;
@@ -448,6 +457,7 @@ int mt_reference_open(mt_reference **reference, mt_model *trained, const mt_run_
         r->num_hidden = plan.num_taps = c.num_pairs;
         for (int64_t k = 0; k < c.num_pairs; k++) plan.taps[k] = c.pairs[k].teacher;
     }
+    if (status == 0 && plan.max_patches > 0) status = check_pictures(r, options, error);
     if (status == 0) status = mt_model_role_use(&r->trained, MT_USE_NOTHING, error); // room for the other
     if (status == 0) status = mt_model_role_create(&r->role, &plan, error);
     if (status == 0) status = r->is_teacher ? load_teacher(r, error) : load_reference(r, options, state, error);

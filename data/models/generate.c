@@ -92,6 +92,7 @@ static int begin_samples(mt_model *model, const mt_rollout *rollout, const int32
             mt_sequence_begin(&samples[i], i / each, prompts[i / each], num_tokens[i / each], context,
                               rollout->limits ? rollout->limits[i / each] : rollout->max_new_tokens, options, error);
         samples[i].id = rollout->ids ? rollout->ids[i] : rollout->first_id + i;
+        if (rollout->images) samples[i].images = rollout->images[i / each];
         if (status == 0 && rollout->keeps_routes) {
             int64_t elements = mt_routes_size(options, samples[i].max_tokens);
             samples[i].routes = mt_malloc(elements * 4);

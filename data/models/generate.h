@@ -36,6 +36,7 @@ typedef struct mt_rollout {
     int64_t first_id;      // id of the first sample, whose draws it determines with sampling.seed; the others follow
     const int64_t *ids;    // of the samples, ascending; NULL: from first_id on
     const int64_t *limits; // new tokens of each prompt's samples; NULL: max_new_tokens
+    const mt_sequence_images *const *images; // of each prompt, NULL: it has none; NULL: none has any
     mt_sampling sampling;
     mt_stops stops;
     bool (*is_stopped)(void); // true: give up; NULL: never

@@ -1717,11 +1717,12 @@ static void mt_config_read_head(mt_config *config, mt_options *shape) {
     shape->mtp_num_layers = 0;
 }
 
-/* GPT2LMHeadModel or LlamaForCausalLM -> GPT2ForTokenClassification, LlamaForTokenClassification. */
-static void mt_config_write_head(json_t *root, const mt_options *o) {
-    const char *class = mt_hf_families[o->hf_family].model_class, *end = strstr(class, "ForCausalLM");
+/* GPT2LMHeadModel, LlamaForCausalLM or Qwen3VLForConditionalGeneration -> GPT2ForTokenClassification and so on. */
+static void mt_config_write_head(json_t *root, const char *class, const mt_options *o) {
+    static const char *const ends[] = {"ForCausalLM", "LMHeadModel", "ForConditionalGeneration"};
+    const char *end = NULL;
     char name[128];
-    if (!end) end = strstr(class, "LMHeadModel");
+    for (int i = 0; i < 3 && !end; i++) end = strstr(class, ends[i]);
     snprintf(name, sizeof name, "%s", class);
     if (o->head_type != MT_HEAD_LM)
         snprintf(name, sizeof name, "%.*s%s", (int)(end - class), class, mt_head_classes[o->head_type]);
@@ -1729,6 +1730,19 @@ static void mt_config_write_head(json_t *root, const mt_options *o) {
     if (o->head_type == MT_HEAD_LM) return;
     json_object_set_new(root, "id2label", json_pack("{ss}", "0", "LABEL_0"));
     json_object_set_new(root, "label2id", json_pack("{si}", "LABEL_0", 0));
+}
+
+/* Moves the class of a value head and its labels from the file of a model with a tower to its text model's. */
+static void mt_config_take_head(json_t *text, const json_t *root) {
+    static const char *const keys[] = {"architectures", "id2label", "num_labels"};
+    const char *class = json_string_value(json_array_get(json_object_get(root, keys[0]), 0));
+    bool has_values = class && (mt_text_ends_with(class, mt_head_classes[MT_HEAD_SEQUENCE]) ||
+                                mt_text_ends_with(class, mt_head_classes[MT_HEAD_TOKEN]));
+    for (int i = 0; i < 3; i++) {
+        json_object_del(text, keys[i]);
+        if (has_values && json_object_get(root, keys[i]))
+            json_object_set(text, keys[i], json_object_get(root, keys[i]));
+    }
 }
 
 enum { MOST_LAYERS = 10000 }; // of --num-layers
@@ -1974,12 +1988,12 @@ static json_t *mt_config_write_tower(json_t *text, const mt_run_options *o) {
         json_array_append_new(sections, json_integer(o->stack.mrope_section.items[i]));
     json_object_set_new(rope, "mrope_section", sections);
     if (mt_vision_types[type].interleaved) mt_json_set_bool(rope, "mrope_interleaved", true);
-    json_object_set_new(root, "architectures", json_pack("[s]", mt_vision_types[type].class));
+    mt_config_write_head(root, mt_vision_types[type].class, &o->stack);
     mt_json_set_string(root, "model_type", mt_vision_types[type].type);
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
         if (json_object_get(text, shared[i])) json_object_set(root, shared[i], json_object_get(text, shared[i]));
     mt_json_set_string(text, "model_type", mt_vision_types[type].text_type);
-    json_object_del(text, "architectures");
+    json_object_del(text, "architectures"), json_object_del(text, "id2label"), json_object_del(text, "label2id");
     json_object_set_new(root, "text_config", text);
     char name[64];
     snprintf(name, sizeof name, "%s_vision", mt_vision_types[type].type);
@@ -2021,7 +2035,7 @@ static void mt_config_take_text(mt_config *config) {
         if (outer && !inner) json_object_set(text, beside[i], outer);
     }
     mt_json_set_string(text, "model_type", mt_hf_families[mt_vision_types[row].family].model_type);
-    json_object_del(text, "architectures");
+    mt_config_take_head(text, config->root);
     json_t *older = json_object_get(text, "rope_scaling");
     const char *scaling = json_string_value(json_object_get(older, "type"));
     if (scaling && strcmp(scaling, "mrope") == 0) { // no scaling: the name of its sections
@@ -2422,7 +2436,7 @@ char *mt_options_write_hf_config(const mt_run_options *o) {
     if (mask & DEEPSEEK_V3 && mt_num_expert_layers(&o->stack) > 0) mask |= DEEPSEEK_MOE;
     if (mask & NEMOTRON_H && mt_num_expert_layers(&o->stack) > 0) mask |= NEMOTRON_MOE;
     if (mask & GRANITE) mask |= mt_num_expert_layers(&o->stack) > 0 ? GRANITE_MOE : GRANITE_DENSE;
-    mt_config_write_head(root, &o->stack);
+    mt_config_write_head(root, mt_hf_families[o->stack.hf_family].model_class, &o->stack);
     mt_json_set_string(root, "model_type", mt_hf_families[o->stack.hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
     mt_special_tokens_set(root, o, true);

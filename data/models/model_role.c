@@ -1,6 +1,7 @@
 /* model_role.c: models that take turns on the ranks of a job: their layouts, their rest, their scores. */
 #include "model_role.h"
 
+#include "../base/file.h"
 #include "../options/option_rules.h"
 #include "../options/options.h"
 
@@ -58,12 +59,44 @@ mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan 
     plan.max_tokens = plan.max_logits = of_run->max_tokens;
     if (mt_model_role_is_apart(role))
         plan.max_tokens = plan.max_logits = mt_rank_tokens(&role->options.stack, of_run->max_tokens * context_size);
+    plan.max_patches = of_run->max_patches;
     return plan;
+}
+
+/* True if a picture's patches are the same numbers for both. The folder of the role has its processor's file, or the
+ * patches are those of its family. */
+static bool patches_agree(const mt_image_config *run, const mt_image_config *role, bool has_file) {
+    bool agree = run->patch_size == role->patch_size && run->temporal_patch_size == role->temporal_patch_size &&
+                 run->merge_size == role->merge_size;
+    for (int c = 0; c < MT_IMAGE_CHANNELS && has_file; c++)
+        agree = agree && run->mean[c] == role->mean[c] && run->std[c] == role->std[c];
+    return agree;
+}
+
+int mt_model_role_check_pictures(const mt_model_role *role, const char *folder, const mt_image_reader *reader,
+                                 mt_error *error) {
+    const mt_options *o = &role->options.stack;
+    mt_image_config config;
+    if (o->vision.tower == MT_VISION_NONE)
+        return mt_error_set(error,
+                            "%.400s: the %s has no vision tower, and the data have pictures; take a model with one",
+                            folder ? folder : "", role->name);
+    bool has_file =
+        folder && (mt_folder_has(folder, "processor_config.json") || mt_folder_has(folder, "preprocessor_config.json"));
+    if (mt_image_config_read(&config, o, has_file ? folder : NULL, error) != 0) return -1;
+    if (o->vision.image_token_id == reader->image_token_id && patches_agree(&reader->config, &config, has_file))
+        return 0;
+    return mt_error_set(error,
+                        "%.400s: the %s takes other patches or another image token than the trained model (sizes, "
+                        "means and deviations of the processor's file); take a model with the same ones",
+                        folder ? folder : "", role->name);
 }
 
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error) {
     if (mt_model_create(&role->model, &role->options.stack, role->grid, role->ops, plan, error) != 0) return -1;
     if (mt_model_role_is_apart(role)) mt_batch_alloc(&role->batch, plan->max_tokens * role->grid->context.size);
+    if (mt_model_role_is_apart(role) && plan->max_patches > 0)
+        mt_batch_alloc_images(&role->batch, &role->options.stack, plan->max_patches);
     if (!plan->train) role->rests &= MT_USE_GENERATION;
     return 0;
 }
@@ -105,7 +138,7 @@ static int read_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     const turn *t = context;
     int64_t number = number_of(t, index);
     if (number < t->count) return t->source(t->context, number / t->ranks, number % t->ranks, batch, error);
-    batch->num_tokens = batch->num_spans = 1;
+    batch->num_tokens = batch->num_spans = 1, batch->images.num_images = 0;
     batch->spans[0] = (mt_span){0, 1, 0, 1, true};
     batch->tokens[0] = batch->labels[0] = batch->positions[0] = 0;
     batch->loss_mask[0] = 0, batch->token_index[0] = -1;

@@ -3,6 +3,7 @@
 #ifndef MT_MODEL_ROLE_H
 #define MT_MODEL_ROLE_H
 
+#include "../datasets/image_chat.h"
 #include "../options/role_sizes.h"
 
 #ifdef __cplusplus
@@ -44,6 +45,11 @@ int mt_model_role_build_grid(mt_model_role *role, mt_error *error);
 
 /* The plan for scoring the micro-batches of a run, whose plan and context size are given. */
 mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan *of_run, int64_t context_size);
+
+/* An error unless the role's model, of a folder (NULL: none), takes the pictures that the reader of a run reads: it has
+ * a tower, and the same patches and image token. */
+int mt_model_role_check_pictures(const mt_model_role *role, const char *folder, const mt_image_reader *reader,
+                                 mt_error *error);
 
 /* Creates the model, and for a role apart its batch. Every rank calls it. */
 int mt_model_role_create(mt_model_role *role, const mt_model_plan *plan, mt_error *error);

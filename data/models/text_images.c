@@ -104,7 +104,7 @@ mt_text_images *mt_text_images_unpack(const char *bytes) {
     memcpy(&config, bytes, sizeof config), bytes += sizeof config;
     memcpy(&count, bytes, sizeof count), bytes += sizeof count;
     mt_text_images *t = new_images(&config);
-    t->images = (mt_images){mt_calloc(count * (int64_t)sizeof *t->images.items), count, count};
+    t->images = (mt_images){mt_calloc(count * (int64_t)sizeof *t->images.items), count, count, false};
     t->items = mt_calloc(count * (int64_t)sizeof *t->items);
     for (int64_t i = 0; i < count; i++) {
         packed_image packed;

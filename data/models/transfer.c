@@ -35,7 +35,7 @@ int mt_rectangles_of_run(mt_rectangle out[3], int64_t begin, int64_t end, int64_
 
 /* The elements of one state of a parameter that a rank has. */
 typedef struct mt_holding {
-    int64_t key;                    // layer, expert and role; of an adapter also the role that it adapts
+    int64_t key; // layer, of the decoder or the tower, expert and role; of an adapter also the role that it adapts
     int64_t whole_rows, whole_cols; // of the parameter, without the vocabulary's padding
     mt_rectangle part;              // of the parameter; elements [begin, end) of the part, row after row
     int64_t begin, end;
@@ -70,7 +70,8 @@ static bool mt_holding_of(mt_holding *h, mt_model *m, const mt_param *param, mt_
     mt_shard shard = mt_state_shard(m, param, state);
     *h = (mt_holding){.whole_rows = param->rows_stored, .whole_cols = param->whole_cols, .state = state};
     int64_t adapts = mt_param_is_adapter(param) ? (int64_t)param->adapts + 1 : 0;
-    h->key = (param->layer + 1) << 40 | (param->expert + 1) << 16 | adapts << 8 | param->role;
+    int64_t part = (param->layer + 1) + (param->vision_part + 1); // one of them is 0, and a tower has roles of its own
+    h->key = part << 40 | (param->expert + 1) << 16 | adapts << 8 | param->role;
     h->part = mt_param_rectangle(param);
     mt_param_part(param, &shard, &h->begin, &h->end);
     h->end = mt_min(h->end, h->part.rows * h->part.cols);

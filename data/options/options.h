@@ -130,7 +130,7 @@ typedef struct mt_run_options {
     char *chat_template_kwargs; // JSON
     mt_loss_on loss_on;
     mt_long_samples long_samples;
-    char *messages_key, *prompt_key, *query_key, *response_key;
+    char *messages_key, *prompt_key, *query_key, *response_key, *image_key, *image_folder;
     /* after pre-training */
     bool value_head, ipo, ref_logps_in_data;
     mt_preference_variant preference_loss;
@@ -210,12 +210,13 @@ typedef struct mt_run_options {
     bool print_tokens;
     double top_p, min_p, repetition_penalty;
     int64_t top_k, max_new_tokens, max_sequences, num_return_sequences, max_image_tokens;
+    int64_t image_min_pixels, image_max_pixels; // 0: the processor's
     int64_t inference_max_requests, inference_dynamic_batching_block_size, kv_cache_tokens, num_speculative_tokens;
     mt_strings stop;
     char *serve, *api_key, *serve_model_name, *serve_cors; // infer --serve
     mt_strings serve_adapter;                              // NAME=FOLDER
     int64_t serve_queue, serve_timeout, serve_max_body, max_prefill_tokens, inference_max_seq_length;
-    uint64_t given[64]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
+    uint64_t given[68]; // a bit per byte above: the user gave the option of the field that begins there (MT_GIVEN)
     /* derived from step_batch_size_schedule: the samples from which a size holds, the size */
     int64_t num_batch_steps, batch_steps[MT_MAX_BATCH_STEPS][2];
     mt_strings typed_names;          // pairs for messages: an option, and the other name that the user typed

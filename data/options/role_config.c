@@ -499,6 +499,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
         if (!shifts && entry->kind == MT_ENTRY_OPTION)
             add_option(r, entry->line, "norm-std-type", entry->values.items[0])->is_implied = true;
         free(shift);
+    } else if (row->kind == MT_KEY_FREEZE) {
+        if (entry->kind == MT_ENTRY_OPTION) add_option(r, entry->line, "freeze-projector", "true")->is_implied = true;
     } else if (row->kind >= MT_KEY_TRAJECTORIES && row->kind <= MT_KEY_NORM_METHOD) {
         derive_of_environments(r, row, mapping, number, entry);
     } else if (row->kind == MT_KEY_DYNAMIC || (row->kind == MT_KEY_TOKENS && numeric)) {

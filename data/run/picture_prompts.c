@@ -14,7 +14,7 @@ int mt_inference_open_pictures(mt_inference *r, mt_error *error) {
         return mt_error_set(error, "--image: the model has no vision tower, so it takes no pictures; leave it out%s",
                             o->language_model_only ? ", or --language-model-only" : "");
     }
-    int status = mt_image_reader_open(&r->reader, &o->stack, r->folder, error);
+    int status = mt_image_reader_open(&r->reader, o, r->folder, error);
     r->takes_pictures = status == 0;
     return mt_agree(&r->grid.world, status != 0, error);
 }
@@ -170,9 +170,8 @@ int mt_inference_attach_line(mt_inference *r, mt_sequence *sequence, const mt_sa
                              mt_error *error) {
     int64_t first = prompts->image_offsets[i], count = prompts->image_offsets[i + 1] - first;
     if (count == 0) return 0;
-    mt_images images = {.items = mt_malloc(count * (int64_t)sizeof *images.items), count, count};
-    memcpy(images.items, &prompts->images.items[first], (size_t)count * sizeof *images.items);
-    for (int64_t k = 0; k < count; k++) images.items[k].source = mt_strdup(images.items[k].source);
+    mt_images images = {0};
+    mt_images_copy(&images, &prompts->images, first, count);
     return mt_inference_attach(r, sequence, &images, error);
 }
 

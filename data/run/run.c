@@ -263,7 +263,8 @@ static void load(mt_run *r) {
     bool noted = r->kept_note.text[0]; // by the opening
     status = take_tokenizer(r, found, &error);
     if (status == 0 && !noted) print_kept_note(r);
-    if (status == 0 && r->data && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
+    bool has_tokens = r->data || r->options.stack.stage == MT_STAGE_RL;
+    if (status == 0 && has_tokens && r->tokenizer && mt_tokenizer_eod(r->tokenizer) != eod)
         status = mt_error_set(
             &error, "%s: its tokenizer has another end of document than the damaged checkpoint's; start again", found);
     refuse(r, status, &error);
@@ -311,10 +312,11 @@ static void count_iterations(mt_run *r) {
     refuse(r, mt_train_options_finish(o, r->grid.world.size, &error), &error);
 }
 
-/* The models beside an actor, and its prompts. */
-static void open_rl(mt_run *r, const mt_model_plan *plan) {
+/* The models beside an actor; takes its prompts over. */
+static void open_rl(mt_run *r, const mt_model_plan *plan, const mt_samples *prompts) {
     mt_error error;
     mt_rl_config config = rl_config_of(r);
+    config.prompts = *prompts;
     refuse(r, mt_rl_open(&r->rl, &config, r->model, plan, &r->state, &error), &error);
 }
 
@@ -364,7 +366,12 @@ static void open_model(mt_run *r) {
     }
     if (r->data) plan.max_patches = mt_data_max_patches(r->data, here);
     plan.host_memory = mt_host_memory_available("");
-    if (o->stack.stage == MT_STAGE_RL) mt_rl_plan(&plan, o);
+    mt_samples prompts = {0};
+    if (o->stack.stage == MT_STAGE_RL) {
+        mt_rl_config config = rl_config_of(r);
+        refuse(r, mt_rl_read_prompts(&prompts, &config, &error), &error);
+        mt_rl_plan(&plan, o, &prompts);
+    }
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
     const mt_ops *ops =
@@ -381,7 +388,7 @@ static void open_model(mt_run *r) {
         refuse(r, mt_checkpoint_load_adapter(r->model, &r->options, &r->state, o->load_adapter, false, &error), &error);
     FILE *log = r->grid.world.rank == 0 ? stdout : NULL;
     refuse(r, mt_reference_open(&r->reference, r->model, o, r->ops, &r->state, log, &error), &error);
-    if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan);
+    if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan, &prompts);
     if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_extras, r, o->async_save);
     mt_batch_alloc(&r->batch, here * o->stack.context_parallel_size);
     if (encodes) mt_batch_alloc_encoder(&r->batch, most);

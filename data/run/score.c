@@ -66,6 +66,11 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     config.chat_template_kwargs = o->chat_template_kwargs;
     config.chat_template = o->chat_template, config.whole = o->stack.head_type != MT_HEAD_LM;
     config.scores = config.refuses_long = true; // a line of results for each line
+    mt_image_reader reader;
+    if (o->stack.vision.tower != MT_VISION_NONE) {
+        if (mt_image_reader_open(&reader, o, tokenizer_path, error) != 0) return -1;
+        config.images = &reader;
+    }
     if (o->entropy_out || o->logits_out)
         return mt_error_set(error,
                             "--score %s: --out gets a line of JSON for each sequence, with its entropies; leave "
@@ -75,6 +80,19 @@ static int open_samples(mt_scoring *s, const mt_tokenizer *tokenizer, const char
     s->count = s->samples.count;
     for (int64_t i = 0; i < s->count; i++) s->longest = mt_max(s->longest, mt_sample_length(&s->samples, i));
     return 0;
+}
+
+/* The most patches of the samples that are scored at once, s->at_once neighbours. */
+static int64_t most_patches(const mt_scoring *s) {
+    const mt_samples *samples = &s->samples;
+    int64_t most = 0;
+    for (int64_t i = 0; i < s->count && samples->image_offsets; i += s->at_once) {
+        int64_t patches = 0, end = samples->image_offsets[mt_min(i + s->at_once, s->count)];
+        for (int64_t k = samples->image_offsets[i]; k < end; k++)
+            patches += samples->images.items[k].grid.height * samples->images.items[k].grid.width;
+        most = mt_max(most, patches);
+    }
+    return most;
 }
 
 int mt_scoring_open(mt_scoring **scoring, const mt_run_options *options, const mt_tokenizer *tokenizer,
@@ -91,6 +109,7 @@ int mt_scoring_open(mt_scoring **scoring, const mt_run_options *options, const m
     s->at_once = mt_min(options->stack.micro_batch_size, s->count);
     int64_t tokens = mt_rank_tokens(&options->stack, s->at_once * s->longest);
     *plan = (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = s->longest};
+    if (s->descriptor < 0) plan->max_patches = most_patches(s);
     *scoring = s;
     return 0;
 }
@@ -149,17 +168,18 @@ static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     mt_scoring *s = context;
     int64_t count, first = batch_sequences(s, index, mt_model_grid(s->model)->data.rank, &count);
     int32_t *row = mt_malloc((s->longest + 1) * 4);
-    batch->num_tokens = batch->num_spans = 0;
+    batch->num_tokens = batch->num_spans = batch->images.num_images = 0;
     for (int64_t i = 0; i < count && s->status == 0; i++) {
         const int32_t *tokens = NULL;
         int64_t length = read_sequence(s, first + i, row, &tokens, error);
-        if (length < 0)
+        if (length < 0 || mt_batch_append_images(batch, &s->samples, first + i, error) != 0)
             s->status = -1, s->error = *error;
         else
             append_sequence(batch, tokens, length, first + i);
     }
     free(row);
-    if (batch->num_spans > 0) return 0;
+    if (batch->num_spans > 0 && s->status == 0) return 0;
+    batch->num_tokens = batch->num_spans = batch->images.num_images = 0;
     append_sequence(batch, none, 2, 0);
     batch->token_index[0] = -1; // padding
     return 0;
@@ -306,6 +326,8 @@ static int score_rounds(mt_scoring *s, mt_error *error) {
     int status = 0;
     mt_batch batch;
     mt_batch_alloc(&batch, mt_model_get_plan(s->model)->max_tokens * grid->context.size);
+    if (mt_model_get_plan(s->model)->max_patches > 0)
+        mt_batch_alloc_images(&batch, &s->options->stack, mt_model_get_plan(s->model)->max_patches);
     s->scores = mt_malloc(per_round * s->at_once * s->longest * NUM_SCORES * 4);
     for (s->first = 0; s->first < s->count && status == 0; s->first += s->micro_batches * per_slot) {
         s->micro_batches = mt_min(per_round, mt_divide_up(s->count - s->first, per_slot));

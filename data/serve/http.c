@@ -232,9 +232,10 @@ static void add_headers(const mt_http *http, struct MHD_Response *response, cons
     MHD_add_response_header(response, "Content-Type", x->type);
     MHD_add_response_header(response, "X-Content-Type-Options", "nosniff");
     MHD_add_response_header(response, "Cache-Control", "no-store");
-    MHD_add_response_header(response, "Content-Security-Policy",
-                            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-                            "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'");
+    MHD_add_response_header(
+        response, "Content-Security-Policy",
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'");
     if (x->status == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (x->status == 405) MHD_add_response_header(response, "Allow", "GET, POST");
     if (x->status == 429 || x->status == 503) MHD_add_response_header(response, "Retry-After", "1");

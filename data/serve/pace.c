@@ -56,8 +56,11 @@ mt_prefill mt_pace_next(mt_pace *p, const mt_streams *streams) {
     double factor = p->cost > 0 ? mt_minimum(wanted / p->cost, GROWTH) : GROWTH;
     bool proves = p->read.tokens > 0 && p->cost <= (MT_PACE_STEPS - 1) * step;
     if (!proves) return (mt_prefill){.tokens = 1};
-    return (mt_prefill){mt_max(scaled(p->read.tokens, factor, p->most.tokens), 1),
-                        scaled(p->read.keys, factor, p->most.keys), scaled(p->read.viewed, factor, p->most.viewed)};
+    return (mt_prefill){.tokens = mt_max(scaled(p->read.tokens, factor, p->most.tokens), 1),
+                        .keys = scaled(p->read.keys, factor, p->most.keys),
+                        .viewed = scaled(p->read.viewed, factor, p->most.viewed),
+                        .patches = scaled(p->read.patches, factor, p->most.patches),
+                        .patch_pairs = scaled(p->read.patch_pairs, factor, p->most.patch_pairs)};
 }
 
 void mt_pace_note(mt_pace *p, const mt_prefill *read, double seconds) {

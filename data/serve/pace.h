@@ -7,9 +7,12 @@
  *
  *     s(n', L') <= s(n, L) max(n'/n, L'/L)     e(c', K', V') <= e(c, K, V) max(c'/c, K'/K, V'/V)
  *
+ * and so on for the patches of pictures and their pairs, by which a vision tower's time grows.
+ *
  * A sum of constants and of terms in each of these has both properties, whatever its coefficients: the cost of the
  * weights that a step reads, of the products of a token, of its keys, of the logits of the vocabulary. So a step that
- * was measured bounds the next one, also where a prompt grows long, or another one begins in the middle. */
+ * was measured bounds the next one, also where a prompt grows long, or another one begins in the middle. A picture is
+ * not divided: streams may wait for one. */
 #ifndef MT_PACE_H
 #define MT_PACE_H
 

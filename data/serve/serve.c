@@ -148,6 +148,9 @@ static json_t *model_json(const server *s, int64_t adapter) {
     mt_json_set_int(model, "created", s->created);
     mt_json_set_string(model, "owned_by", "megatron.c");
     mt_json_set_int(model, "max_model_len", s->service.context);
+    json_t *inputs = json_pack("[s]", "text"); // as OpenRouter and vLLM's clients name them
+    if (s->service.images) json_array_append_new(inputs, json_string("image"));
+    json_object_set_new(model, "input_modalities", inputs);
     if (adapter > 0) mt_json_set_string(model, "parent", s->service.name);
     return model;
 }
@@ -675,7 +678,7 @@ void mt_serve(mt_inference *r) {
         stops = (mt_stops){.ids = {mt_tokenizer_eod(r->tokenizer)}, .count = 1};
     open_generator(r, &s.adapters, &stops);
     s.engine = mt_engine_open(r->generator, &r->grid);
-    s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX});
+    s.pace = mt_pace_open(&(mt_prefill){o->max_prefill_tokens, INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX});
     int status;
     if (r->is_first) s.writer = mt_writer_open(s.counters, &error);
     mt_inference_check(r, r->is_first && !s.writer ? -1 : 0, &error);
