@@ -6499,17 +6499,38 @@ typedef struct mt_outer {
     mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
 
-/* Norms before and after each block of a layer. */
-static bool mt_norms_before(const mt_options *o) {
-    return o->norm_placement != MT_NORM_AFTER;
-}
-static bool mt_norms_after(const mt_options *o) {
-    return o->norm_placement != MT_NORM_BEFORE;
+#define MT_NORM_PLACEMENT_SET(name, choice, norms) [MT_NORM_##name] = norms,
+unsigned mt_placed_norms(const mt_options *o) {
+    static const unsigned sets[MT_NUM_NORM_PLACEMENTS] = {MT_NORM_PLACEMENTS(MT_NORM_PLACEMENT_SET)};
+    return sets[o->norm_placement];
 }
 
-/* True if query and key heads are normalised (q/k norm), each or, with qk_layernorm_all_heads, together. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
+/* The norms of a layer: those around the blocks that it has, and of heads of attention (q/k norm). Latent attention has
+ * norms of its latents instead. */
+static unsigned mt_layer_norms(const mt_options *o, const mt_layer_kind *kind) {
+    unsigned norms = mt_placed_norms(o);
+    if (kind->mixer == MT_MIXER_NONE) norms &= ~(1u << MT_NORM_MIXER_IN | 1u << MT_NORM_MIXER_OUT);
+    if (kind->feed_forward == MT_FEED_FORWARD_NONE)
+        norms &= ~(1u << MT_NORM_FEED_FORWARD_IN | 1u << MT_NORM_FEED_FORWARD_OUT);
+    if (!mt_mixer_attends(kind->mixer) || !o->qk_layernorm || o->multi_latent_attention) return norms;
+    return norms | 1u << (o->qk_layernorm_all_heads ? MT_NORM_ALL_HEADS : MT_NORM_HEADS);
+}
+
+static bool mt_has_norm(unsigned norms, mt_norm_place place) {
+    return norms >> place & 1;
+}
+
+/* True if queries and keys are normalised, each head or all together. */
+static bool mt_has_head_norms(unsigned norms) {
+    return mt_has_norm(norms, MT_NORM_HEADS) || mt_has_norm(norms, MT_NORM_ALL_HEADS);
+}
+
+/* The norms that some layer of the model has, or some module of multi-token prediction. */
+static unsigned mt_any_norms(const mt_options *o) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    unsigned norms = 0;
+    for (int64_t layer = 0; layer < layers; layer++) norms |= mt_layer_kind_of(o, layer).norms;
+    return norms;
 }
 
 /* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
@@ -6578,6 +6599,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
+    kind.norms = mt_layer_norms(o, &kind);
     return kind;
 }
 
@@ -6616,7 +6638,7 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
     return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
            a.groups == b.groups && a.softmax == b.softmax && a.shares_indices == b.shares_indices &&
-           a.of_encoder == b.of_encoder;
+           a.of_encoder == b.of_encoder && a.norms == b.norms;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -6727,8 +6749,10 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
     X(TOKEN_HEAD, o->head_type == MT_HEAD_TOKEN, "--value-head")                                                       \
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
-    X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
-    X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
+    X(MIXER_IN_NORM, mt_has_norm(placed, MT_NORM_MIXER_IN), "--norm-placement")                                        \
+    X(MIXER_OUT_NORM, mt_has_norm(placed, MT_NORM_MIXER_OUT), "--norm-placement")                                      \
+    X(FEED_FORWARD_IN_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_IN), "--norm-placement")                          \
+    X(FEED_FORWARD_OUT_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_OUT), "--norm-placement")                        \
     X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
     X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
     X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
@@ -6742,8 +6766,8 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
     X(LATENT_NORMS, attends && o->multi_latent_attention && o->qk_layernorm, "--qk-layernorm")                         \
     X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
-    X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
-    X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
+    X(HEAD_NORMS, mt_has_norm(kind.norms, MT_NORM_HEADS), "--qk-layernorm")                                            \
+    X(ALL_HEADS_NORMS, mt_has_norm(kind.norms, MT_NORM_ALL_HEADS), "--qk-layernorm-all-heads")                         \
     X(SINKS, attends &&has_sinks, "--softmax-type")                                                                    \
     X(OUTPUT_GATE, attends && o->attention_output_gate, "--attention-output-gate")                                     \
     X(QKV_BIAS, attends && o->add_qkv_bias, "--add-qkv-bias")                                                          \
@@ -6776,6 +6800,7 @@ static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_mixer_kind mixer = kind.mixer;
     bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
     bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0;
+    unsigned placed = mt_placed_norms(o);
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
@@ -7070,31 +7095,32 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_FINAL_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_final_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
             "shared_head.norm.bias"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(MIXER_IN_NORM), MT_HAS(NO_MIXER),
             "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
-    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(MIXER_IN_NORM) | MT_HAS(LAYERNORM),
             MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
-    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
-            "post_attention_layernorm.weight"),
+    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(MIXER_OUT_NORM),
+            MT_HAS(NO_MIXER), "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
-            MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(NO_FEED_FORWARD),
             "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM),
             MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
-    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(LAYERNORM),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(NO_FEED_FORWARD),
             "post_attention_layernorm.bias", [MT_NAMES_GPT2] = "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
-            MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
             "pre_feedforward_layernorm.bias"),
-    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_FEED_FORWARD),
-            "post_feedforward_layernorm.weight"),
-    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
+    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(FEED_FORWARD_OUT_NORM),
+            MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.weight"),
+    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias,
+            MT_HAS(FEED_FORWARD_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT) | MT_HAS(LATENT_NORMS), 0,
             "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT) | MT_HAS(LATENT_NORMS), 0,
@@ -8281,19 +8307,22 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
-/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. */
+/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. The
+ * residual stream is read later in any case. */
 static void mt_layer_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, int index,
                                          bool read_later) {
     size_t field = offsetof(mt_activations, x_transposed) + (size_t)index * sizeof(void *);
-    mt_slot_add_transposed(m, list, x, l, field, read_later);
+    bool is_stream = x == offsetof(mt_activations, input) || x == offsetof(mt_activations, middle);
+    mt_slot_add_transposed(m, list, x, l, field, read_later || is_stream);
 }
 
 /* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
-static size_t mt_mixer_x(const mt_model *m) {
-    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+static size_t mt_mixer_x(const mt_layer *w) {
+    bool normed = mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN);
+    return normed ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
 }
-static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
-    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
+static size_t mt_feed_forward_x(const mt_layer *w) {
+    if (mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN)) return offsetof(mt_activations, mlp_norm.y);
     return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
 }
 
@@ -8603,30 +8632,29 @@ static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass 
                                  .dropout = mt_model_dropout(m, p, layer, which)};
 }
 
-/* The norm after a block, and its results. */
-typedef struct mt_next_norm {
+/* A norm and its saved values; w NULL: none. */
+typedef struct mt_placed_norm {
     const mt_norm *w;
-    const mt_normed *n;
-    const mt_layer *layer; // of the norm, if it is to be acquired before the norm
-} mt_next_norm;
+    mt_normed n;
+} mt_placed_norm;
 
-/* out = residual + dropout(x), then the next norm of out (w NULL: none); one operation if the backend has it. */
-static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, const void *x,
-                                int64_t number, int which, mt_next_norm next) {
-    mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
-    sum.x = x, sum.residual = residual, sum.out = out;
+/* sum->out = residual + dropout(x), then the norm that is next in the list, of sum->out: one operation if the backend
+ * has it. */
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, mt_dropout_add_args *sum,
+                                const mt_placed_norm *next) {
     // a replayed norm runs alone, and the two may sum in different orders
     bool fuses =
         m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM) && !mt_residual_is_wide(m);
-    if (next.w && fuses) {
-        mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
-        a.x = sum.x, a.residual = residual, a.sum = out, a.token_index = sum.token_index, a.dropout = sum.dropout;
+    if (next->w && fuses) {
+        mt_norm_args a = mt_norm_operands(m, p, next->w, &next->n);
+        a.x = sum->x, a.residual = sum->residual, a.sum = sum->out;
+        a.token_index = sum->token_index, a.dropout = sum->dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    sum.x = mt_residual_widen(m, p, x);
-    m->ops->dropout_add_forward(&sum, m->residual_dtype, p->stream);
-    if (next.w) mt_norm_residual_forward(m, p, next.w, next.n, out);
+    sum->x = mt_residual_widen(m, p, sum->x);
+    m->ops->dropout_add_forward(sum, m->residual_dtype, p->stream);
+    if (next->w) mt_norm_residual_forward(m, p, next->w, &next->n, sum->out);
 }
 
 /* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout, unless dout of the
@@ -8727,9 +8755,9 @@ static void mt_latent_slots_of(const mt_model *m, mt_slots *s, const mt_layer *w
     mt_core_attention_slots(m, s);
     if (!w) return;
     bool has_q_latent = o->q_lora_rank > 0; // else latent and q_b read the same x
-    bool normed = mt_norms_before(o), up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
-    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(m);
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->latent, 0, !normed || !has_q_latent || indexed);
+    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
+    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(w);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->latent, 0, !has_q_latent || indexed);
     mt_layer_slot_add_transposed(m, s, q_x, &w->q_b, 1, !has_q_latent || up_again || indexed);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, 2, up_again);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
@@ -8746,12 +8774,13 @@ static size_t mt_attention_out_x(const mt_model *m) {
 
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
-    bool has_gate = m->options->attention_output_gate, normed = mt_norms_before(m->options);
+    bool has_gate = m->options->attention_output_gate;
+    unsigned norms = w ? w->kind.norms : mt_any_norms(m->options);
     mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
-    if (mt_norms_heads(m->options)) {
+    if (mt_has_head_norms(norms)) {
+        bool together = mt_has_norm(norms, MT_NORM_ALL_HEADS);
         MT_SLOT(s, qk, T, (m->H + mt_layer_groups(m, w)) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
-        bool together = m->options->qk_layernorm_all_heads;
         MT_SLOT(s, q_rstd, T, together ? 1 : m->H, MT_F32);
         MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
@@ -8759,8 +8788,8 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     if (has_gate) MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
     if (has_gate) MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->qkv, 0, !normed);
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->gate, 1, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->qkv, 0, false);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->gate, 1, false);
     mt_layer_slot_add_transposed(m, s, mt_attention_out_x(m), &w->o, 3, true);
 }
 
@@ -8774,7 +8803,7 @@ typedef struct mt_qkv_view {
 static mt_qkv_view mt_fused_view(const mt_model *m, const mt_layer *w, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = w->G * m->D, stride = mt_qkv_width(m, w);
     mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
-    if (mt_norms_heads(m->options))
+    if (mt_has_head_norms(w->kind.norms))
         view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
     return view;
 }
@@ -8902,16 +8931,16 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
 }
 
 /* True if q/k norm and RoPE write k and v to the cache in generation: in one kernel, for values as keys. */
-static bool mt_qk_writes_cache(const mt_model *m) {
-    const mt_options *o = m->options;
-    return !o->qk_layernorm_all_heads && m->Dv == m->D && o->attention_value_scale == 1;
+static bool mt_qk_writes_cache(const mt_model *m, const mt_layer *w) {
+    bool at_once = !mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
+    return at_once && m->Dv == m->D && m->options->attention_value_scale == 1;
 }
 
 /* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
-    bool writes = p->decode && mt_qk_writes_cache(m);
+    bool writes = p->decode && mt_qk_writes_cache(m, w);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (writes) qk.cache_rows = p->batch->cache_rows;
     if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
@@ -9033,12 +9062,12 @@ static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer 
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
-    bool together = m->options->qk_layernorm_all_heads;
+    bool together = mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
     mt_scale_queries(m, p, view);
     mt_scale_values(m, p, w, view);
-    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m));
+    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m, w));
     if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
     mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
 }
@@ -9046,14 +9075,14 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
 static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                          const mt_block_gradients *d) {
     void *dqkv = m->scratch.dqkv, *dqk = m->scratch.dqk, *dattended = m->scratch.dattended;
-    bool has_gate = m->options->attention_output_gate;
+    bool has_gate = m->options->attention_output_gate, together = mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
     mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
     if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
     mt_qkv_view gradients = mt_fused_view(m, w, dqkv, dqk);
     mt_core_attention_backward(m, p, w, a, mt_fused_view(m, w, a->qkv, a->qk), gradients, dattended);
     mt_scale_queries(m, p, gradients);
     mt_scale_values(m, p, w, gradients);
-    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
+    (together ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
         mt_linear_backward_input(mt_linears(p), &w->qkv, &qkv);
@@ -9077,9 +9106,10 @@ static mt_mixer_widths mt_attention_widths(const mt_model *m) {
 static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+    unsigned norms = mt_any_norms(m->options);
+    if (mt_has_norm(norms, MT_NORM_ALL_HEADS)) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (!m->plan.train) return;
-    if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+    if (mt_has_head_norms(norms)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
     if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
 }
 
@@ -9320,8 +9350,8 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
     if (!w) return;
-    bool read_later = !mt_norms_before(m->options) || is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
-    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, MT_MLP_X, read_later);
+    bool read_later = is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
+    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(w), &w->fc1, MT_MLP_X, read_later);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, MT_MLP_X + 1, false);
 }
 
@@ -10560,8 +10590,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
  * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
- * the model has or not (--norm-placement). To add a kind: a section with its functions and its row, and its place in a
- * table here. */
+ * the layer has or not (mt_layer_kind.norms, from --norm-placement). To add a kind: a section with its functions and
+ * its row, and its place in a table here. To add a placement of norms: its row of MT_NORM_PLACEMENTS. */
 
 /* A layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -10668,67 +10698,85 @@ static mt_mixer_widths mt_largest_widths(const mt_model *m) {
     return most;
 }
 
-/* A block of a layer: its kind, its parameters of norms, and the places of its values. */
+/* The norms around blocks: fields of each. */
+typedef struct mt_norm_row {
+    const char *name;      // of its slots
+    size_t weights, saved; // offsets of an mt_norm in mt_layer, of an mt_normed in mt_activations
+} mt_norm_row;
+
+#define MT_NORM_ROW(field)                                                                                             \
+    { #field, offsetof(mt_layer, field), offsetof(mt_activations, field) }
+static const mt_norm_row mt_norm_rows[] = {[MT_NORM_MIXER_IN] = MT_NORM_ROW(input_norm),
+                                           [MT_NORM_MIXER_OUT] = MT_NORM_ROW(attention_out_norm),
+                                           [MT_NORM_FEED_FORWARD_IN] = MT_NORM_ROW(mlp_norm),
+                                           [MT_NORM_FEED_FORWARD_OUT] = MT_NORM_ROW(mlp_out_norm)};
+
+static const mt_norm *mt_norm_weights(const mt_layer *w, mt_norm_place place) {
+    return (const mt_norm *)(const void *)((const char *)w + mt_norm_rows[place].weights);
+}
+
+/* The norm of a layer at this place. */
+static mt_placed_norm mt_norm_at(const mt_layer *w, const mt_activations *a, mt_norm_place place) {
+    mt_placed_norm norm = {0};
+    if (!mt_has_norm(w->kind.norms, place)) return norm;
+    norm.w = mt_norm_weights(w, place);
+    memcpy(&norm.n, (const char *)a + mt_norm_rows[place].saved, sizeof norm.n);
+    return norm;
+}
+
+/* A block of a layer: its kind, the norms before and after it, and the places of its values. */
 typedef struct mt_block {
     const mt_block_kind *kind;
-    const mt_norm *before, *after; // NULL: none
-    const void *input;             // [R, C] the residual stream
-    mt_normed normed;              // of `before`
-    size_t x_field;                // offset in mt_activations of the operand of the kind
-    void *out;                     // [R, C] of the kind, if a norm follows
-    mt_normed out_normed;          // of `after`; y NULL
-    int drop;                      // MT_DROP_*
+    mt_placed_norm before, after;
+    const void *input; // [R, C] the residual stream
+    const void *x;     // [R, C] what the kind reads: the result of `before`, or the input
+    size_t x_field;    // its offset in mt_activations
+    void *out;         // [R, C] of the kind, if a norm follows
+    int drop;          // MT_DROP_*
 } mt_block;
 
-static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static mt_block mt_mixer_block(const mt_layer *w, const mt_activations *a) {
+    mt_placed_norm before = mt_norm_at(w, a, MT_NORM_MIXER_IN);
     return (mt_block){.kind = mt_mixer_kinds[w->kind.mixer],
-                      .before = mt_norms_before(m->options) ? &w->input_norm : NULL,
-                      .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
+                      .before = before,
+                      .after = mt_norm_at(w, a, MT_NORM_MIXER_OUT),
                       .input = a->input,
-                      .normed = a->input_norm,
-                      .x_field = mt_mixer_x(m),
+                      .x = before.w ? before.n.y : a->input,
+                      .x_field = mt_mixer_x(w),
                       .out = a->attention_out,
-                      .out_normed = a->attention_out_norm,
                       .drop = MT_DROP_ATTENTION_OUT};
 }
 
-static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static mt_block mt_feed_forward_block(const mt_layer *w, const mt_activations *a) {
+    mt_placed_norm before = mt_norm_at(w, a, MT_NORM_FEED_FORWARD_IN);
+    void *input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle;
     return (mt_block){.kind = mt_feed_forward_kinds[w->kind.feed_forward],
-                      .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
-                      .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
-                      .input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle,
-                      .normed = a->mlp_norm,
-                      .x_field = mt_feed_forward_x(m, w),
+                      .before = before,
+                      .after = mt_norm_at(w, a, MT_NORM_FEED_FORWARD_OUT),
+                      .input = input,
+                      .x = before.w ? before.n.y : input,
+                      .x_field = mt_feed_forward_x(w),
                       .out = a->mlp_out,
-                      .out_normed = a->mlp_out_norm,
                       .drop = MT_DROP_MLP_OUT};
 }
 
-/* The blocks of a layer, in order; returns their number. */
-static int mt_layer_blocks(const mt_model *m, const mt_layer *w, const mt_activations *a, mt_block blocks[2]) {
+/* The blocks of a layer, in order; returns their number. With their norms they are the list that a forward walks from
+ * its first element to its last, and a backward from its last to its first. */
+static int mt_layer_blocks(const mt_layer *w, const mt_activations *a, mt_block blocks[2]) {
     int count = 0;
-    if (w->kind.mixer != MT_MIXER_NONE) blocks[count++] = mt_mixer_block(m, w, a);
-    if (w->kind.feed_forward != MT_FEED_FORWARD_NONE) blocks[count++] = mt_feed_forward_block(m, w, a);
+    if (w->kind.mixer != MT_MIXER_NONE) blocks[count++] = mt_mixer_block(w, a);
+    if (w->kind.feed_forward != MT_FEED_FORWARD_NONE) blocks[count++] = mt_feed_forward_block(w, a);
     return count;
 }
 
 /* The norm of a layer's input. */
-static mt_next_norm mt_first_norm(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    bool is_mixer = w->kind.mixer != MT_MIXER_NONE;
-    if (!mt_norms_before(m->options)) return (mt_next_norm){.layer = w};
-    return (mt_next_norm){is_mixer ? &w->input_norm : &w->mlp_norm, is_mixer ? &a->input_norm : &a->mlp_norm, w};
-}
-
-/* The operand of the block's kind. */
-static const void *mt_block_x(const mt_block *b) {
-    return b->before ? b->normed.y : b->input;
+static mt_placed_norm mt_first_norm(const mt_layer *w, const mt_activations *a) {
+    return mt_norm_at(w, a, w->kind.mixer != MT_MIXER_NONE ? MT_NORM_MIXER_IN : MT_NORM_FEED_FORWARD_IN);
 }
 
 /* ---- slots */
 
-/* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. Without a norm
- * after the mixer, a split backward keeps dy of the mixer's last linear here: the norm before has read the input by
- * then. */
+/* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. */
 static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, size_t stash_of) {
     bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
          splits_input = m->options->distribute_saved_activations;
@@ -10739,76 +10787,94 @@ static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, si
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
 }
 
+/* A split backward keeps dy of a block's last linear in the block's input, if a norm before the block has read that by
+ * then; or else in the block's output, which a norm behind it reads. */
+static bool mt_keeps_output(unsigned norms, mt_norm_place before, mt_norm_place after) {
+    return mt_has_norm(norms, after) || !mt_has_norm(norms, before);
+}
+
+/* The values of a norm, if the layer has it. input: MT_OFFLOAD_* of the module that reads its result; a norm behind a
+ * block keeps its statistics alone. */
+static void mt_placed_norm_slots(const mt_model *m, mt_slots *s, const mt_layer *w, unsigned norms, mt_norm_place place,
+                                 unsigned input) {
+    const mt_norm_row *row = &mt_norm_rows[place];
+    if (!mt_has_norm(norms, place)) return;
+    if (mt_has_norm(MT_NORMS_IN, place))
+        mt_norm_slots(s, m, row->name, row->saved, input, w ? mt_norm_weights(w, place) : NULL);
+    else
+        mt_norm_statistics_slots(s, m, row->name, row->saved);
+}
+
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_layer_kind layer = w ? w->kind : mt_layer_kind_of(m->options, 0);
     const mt_block_kind *mixer = mt_mixer_kinds[layer.mixer];
     const mt_block_kind *feed_forward = mt_feed_forward_kinds[layer.feed_forward];
-    bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
+    unsigned norms = w ? layer.norms : mt_any_norms(m->options);
+    bool mixer_keeps = mt_keeps_output(norms, MT_NORM_MIXER_IN, MT_NORM_MIXER_OUT);
+    bool mlp_keeps = mt_keeps_output(norms, MT_NORM_FEED_FORWARD_IN, MT_NORM_FEED_FORWARD_OUT);
     bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
     bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
+    size_t mixer_stash = mixer_keeps ? 0 : mixer->last, mlp_stash = mlp_keeps ? 0 : feed_forward->last;
     s->count = 0;
-    mt_input_slots(m, s, w, after ? 0 : has_mixer ? mixer->last : feed_forward->last);
-    if (before && has_mixer)
-        mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
-                      w ? &w->input_norm : NULL);
+    mt_input_slots(m, s, w, has_mixer ? mixer_stash : mlp_stash);
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_MIXER_IN, MT_OFFLOAD_QKV_LINEAR);
     mixer->slots(m, s, w);
-    if (after && has_mixer) {
-        MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
-        mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
-    }
+    if (has_mixer && mixer_keeps) MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_MIXER_OUT, 0);
     if (has_mixer && has_mlp) {
         mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->residual_dtype);
-        middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
+        middle->stash_of = mlp_stash, middle->input = MT_OFFLOAD_MLP_NORM;
     }
-    if (before && has_mlp)
-        mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), is_mlp ? MT_OFFLOAD_MLP : 0,
-                      w ? &w->mlp_norm : NULL);
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_IN, is_mlp ? MT_OFFLOAD_MLP : 0);
     feed_forward->slots(m, s, w);
     for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
         mt_layer_kind other = mt_layer_kind_of(m->options, i);
         mt_mixer_kinds[other.mixer]->slots(m, s, w);
         mt_feed_forward_kinds[other.feed_forward]->slots(m, s, w);
     }
-    if (after && has_mlp) {
-        MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
-        mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
-    }
+    if (has_mlp && mlp_keeps) MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_OUT, 0);
     mt_slots_place(m, s, w);
 }
 
 /* ---- blocks */
 
-/* The place of a result [R, C], and the layer whose input it is, with its saved values; reader NULL: of none. out NULL:
- * only the values that the backward reads are computed. */
+/* A result [R, C] and what reads it: a layer, whose input it is, with its saved values (NULL: none); and the norm that
+ * is next in the list, which may be computed with the result. out NULL: only the values that the backward reads are
+ * computed. */
 typedef struct mt_layer_result {
     void *out;
     const mt_layer *reader;
     const mt_activations *reader_values;
+    mt_placed_norm norm;
+    bool acquires; // first the reader's bucket, which has the norm
 } mt_layer_result;
 
-/* result = input + dropout(after(kind(x))), and the next norm, if any. */
+/* result = input + dropout(after(kind(x))), where x = before(input) is there; and the next norm. */
 static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b,
-                             mt_layer_result result, mt_next_norm next) {
-    void *sum = m->scratch.block_out, *out = b->after ? b->out : result.out ? sum : NULL;
-    b->kind->forward(m, p, w, a, mt_block_x(b), out);
-    if (b->after) {
-        mt_normed normed = b->out_normed;
-        normed.y = sum;
-        mt_norm_forward(m, p, b->after, &normed, out);
+                             const mt_layer_result *result) {
+    void *x = m->scratch.block_out, *out = b->after.w ? b->out : result->out ? x : NULL;
+    b->kind->forward(m, p, w, a, b->x, out);
+    if (b->after.w) {
+        mt_normed normed = b->after.n;
+        normed.y = x;
+        mt_norm_forward(m, p, b->after.w, &normed, out);
     }
-    if (!result.out) return;
-    mt_scale(m, p, sum, m->options->residual_multiplier);
-    if (result.reader) mt_offload_claim(m, p, result.reader, result.reader_values);
-    if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
-    mt_residual_forward(m, p, result.out, b->input, sum, w->number, b->drop, next);
+    if (!result->out) return;
+    mt_scale(m, p, x, m->options->residual_multiplier);
+    if (result->reader) mt_offload_claim(m, p, result->reader, result->reader_values);
+    if (result->acquires) mt_bucket_acquire(m, result->reader->bucket);
+    mt_dropout_add_args sum = mt_dropout_operands(m, p, w->number, b->drop);
+    sum.x = x, sum.residual = b->input, sum.out = result->out;
+    mt_residual_forward(m, p, &sum, &result->norm);
 }
 
 /* Selective recomputation. */
 static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b) {
-    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM)
-        mt_norm_residual_forward(m, p, b->before, &b->normed, b->input);
-    if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
+    if (b->before.w && m->recompute_modules & MT_MODULE_LAYERNORM)
+        mt_norm_residual_forward(m, p, b->before.w, &b->before.n, b->input);
+    if (b->kind->replay) b->kind->replay(m, p, w, a, b->x);
 }
 
 /* d.dx, the gradient of the block's input, from d.dout, that of its output. They may be the same, but not in a split
@@ -10824,15 +10890,15 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
         dout = s->block_out;
     }
     mt_block_gradients inner = {
-        .x = mt_block_x(b), .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
-    if (b->after) {
-        mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
+        .x = b->x, .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
+    if (b->after.w) {
+        mt_norm_backward(m, p, b->after.w, &b->after.n, s->dout, NULL, dout, b->out);
         dout = s->dout;
     }
     inner.dout = dout;
     mt_deferred last = b->kind->backward(m, p, w, a, &inner);
-    if (b->before)
-        mt_norm_residual_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
+    if (b->before.w)
+        mt_norm_residual_backward(m, p, b->before.w, &b->before.n, d.dx, d.dout, inner.dx, b->input);
     else
         mt_residual_add(m, p, d.dx, d.dout, inner.dx);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
@@ -10840,14 +10906,14 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 
 /* ---- the blocks of a layer */
 
-/* The result of the layer, from the input and its norm, which are in `a`; and the next norm, if any. */
+/* The result of the layer, from the input and its norm, which are in `a`. */
 static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                             mt_layer_result result, mt_next_norm next) {
+                             const mt_layer_result *result) {
     mt_block blocks[2];
-    int count = mt_layer_blocks(m, w, a, blocks);
-    mt_next_norm between = {.w = blocks[count - 1].before, .n = &blocks[count - 1].normed};
-    if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
-    mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
+    int count = mt_layer_blocks(w, a, blocks);
+    mt_layer_result middle = {.out = a->middle, .norm = blocks[count - 1].before};
+    if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], &middle);
+    mt_block_forward(m, p, w, a, &blocks[count - 1], result);
     mt_offload_store(m, p, w, a);
 }
 
@@ -10856,10 +10922,10 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
-                  !m->options->attention_output_gate;
-    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 &&
-                   !mt_has_latent_experts(m) && !mt_residual_is_wide(m);
+    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !m->options->attention_output_gate;
+    bool at_once = !mt_has_norm(below->kind.norms, MT_NORM_FEED_FORWARD_OUT) && below->F == 0 &&
+                   m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m) &&
+                   !mt_residual_is_wide(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
@@ -10869,7 +10935,7 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
                               bool gathered, bool ahead) {
     mt_block blocks[2];
-    int count = mt_layer_blocks(m, w, a, blocks);
+    int count = mt_layer_blocks(w, a, blocks);
     bool splits = p->halves != MT_BACKWARD_BOTH, replays = m->recompute_modules && m->recomputed != a;
     void *dmiddle = splits ? m->scratch.dmiddle : dresidual;
     mt_pass replay = *p;
@@ -12232,10 +12298,13 @@ static mt_activations *mt_values_of(const mt_model *m, const mt_pass *p, int64_t
     return &p->mb->layers[m->plan.train ? layer : 0];
 }
 
-/* The input of a layer of the chunk as the result of the layer before. */
-static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+/* The input of a layer of the chunk as the result of the layer before. normed: with its norm. */
+static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer, bool normed) {
+    const mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + layer];
     const mt_activations *values = mt_values_of(m, p, layer);
-    return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
+    mt_layer_result input = {.out = values->input, .reader = w, .reader_values = values, .acquires = normed};
+    if (normed) input.norm = mt_first_norm(w, values);
+    return input;
 }
 
 static bool mt_has_images(const mt_pass *p); // these six: §21
@@ -12245,30 +12314,28 @@ static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, 
 static void mt_vision_forward(mt_model *m, const mt_pass *p);
 static void mt_vision_backward(mt_model *m, const mt_pass *p);
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `result` and its norm, if any. Each layer also
- * computes the next layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its
- * replay run the same operations. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result,
-                              mt_next_norm result_norm) {
+/* Layers [begin, end) of the chunk, from the first one's saved input to `result`. Each layer also computes the next
+ * layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its replay run the
+ * same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = mt_values_of(m, p, i);
-        bool is_last = i + 1 == end;
-        mt_next_norm next = result_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
-            mt_next_norm first = mt_first_norm(m, w, a);
-            if (first.w) mt_norm_residual_forward(m, p, first.w, first.n, a->input);
+            mt_placed_norm first = mt_first_norm(w, a);
+            if (first.w) mt_norm_residual_forward(m, p, first.w, &first.n, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
-        mt_layer_result to = is_last ? result : mt_input_of(m, p, i + 1);
+        mt_layer_result to = i + 1 == end ? result : mt_input_of(m, p, i + 1, true);
+        mt_placed_norm next = to.norm;
         bool grows = mt_layer_has_deepstack(m, p, w->number); // features of images are added before the next norm
-        mt_layer_forward(m, p, w, a, to, grows ? (mt_next_norm){.layer = next.layer} : next);
+        if (grows) to.norm.w = NULL;
+        mt_layer_forward(m, p, w, a, &to);
         if (grows && to.out) mt_vision_add(m, p, w->number + 1, to.out);
-        if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, next.n, to.out);
+        if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, &next.n, to.out);
         mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -12281,7 +12348,7 @@ static void mt_recompute_unit_replay(mt_model *m, const mt_pass *p, int64_t begi
     mt_pass replay = *p;
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
-    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0}, (mt_next_norm){0});
+    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0});
 }
 
 /* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
@@ -12451,8 +12518,8 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_offload_claim(m, p, w, a);
         mt_mtp_join_forward(m, p, k, mt_residual_begin(m, a->input));
         mt_residual_finish(m, p, a->input);
-        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
-                          (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1,
+                          (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
@@ -12934,7 +13001,7 @@ static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
 static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result) {
     for (int64_t next; begin < end; begin = next) {
         next = mt_recompute_unit_end(m, p->mb->chunk, begin);
-        mt_layers_forward(m, p, begin, next, next == end ? result : mt_input_of(m, p, next), (mt_next_norm){0});
+        mt_layers_forward(m, p, begin, next, next == end ? result : mt_input_of(m, p, next, false));
     }
 }
 
@@ -16063,7 +16130,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dresidual = mt_arena_alloc(arena, residual_bytes);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, residual_bytes);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_any_norms(o) & MT_NORMS_OUT) s->dout = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dencoder = mt_arena_alloc(arena, R * m->C * size);
     }
@@ -16444,8 +16511,9 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     bool is_qkv = field == offsetof(mt_layer, qkv) && !m->options->attention_output_gate; // else the gate reads x too
     bool is_fc1 = field == offsetof(mt_layer, fc1);
     if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
-    bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
-    bool is_normed = follows && (is_qkv || (is_fc1 && w->expert_bucket < 0));
+    // a norm stores x, and no router reads it too
+    bool is_normed = (is_qkv && mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN)) ||
+                     (is_fc1 && mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN) && w->expert_bucket < 0);
     return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
@@ -17495,8 +17563,8 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     mt_bucket_acquire(m, w->bucket);
     mt_mtp_join_forward(m, &p, depth, mt_residual_begin(m, a->input));
     mt_residual_finish(m, &p, a->input);
-    mt_layers_forward(m, &p, layer, layer + 1, (mt_layer_result){.out = out->hidden},
-                      (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+    mt_layers_forward(m, &p, layer, layer + 1,
+                      (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
     mt_bucket_release(m, w->bucket);
     if (depth + 1 < m->plan.num_drafts)
         m->ops->scatter_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = out->norm.y,
@@ -19564,8 +19632,7 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    bool read_later = !mt_norms_before(m->options) || z.by_channel; // by f_a and g_a
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->delta_in, 0, read_later);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->delta_in, 0, z.by_channel); // f_a and g_a read it
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -19825,7 +19892,7 @@ static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, conv, T, width, m->dtype);
     MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->short_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->short_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -20361,7 +20428,7 @@ static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
     MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->mamba_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mamba_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 

@@ -221,12 +221,27 @@ typedef enum mt_position_embedding {
     MT_POSITION_NONE,
     MT_POSITION_RELATIVE // of an encoder-decoder: see mt_relative_bias
 } mt_position_embedding;
-/* Where a block of a layer (its mixer, its feed-forward) has norms. */
-typedef enum mt_norm_placement {
-    MT_NORM_BEFORE, // x + block(norm(x))
-    MT_NORM_AFTER,  // x + norm(block(x)), as in OLMo 2 and 3
-    MT_NORM_BOTH    // x + norm(block(norm(x))), as in Gemma 3
-} mt_norm_placement;
+/* Places of norms in a layer, which has a set of them (mt_layer_kind.norms), bits 1 << mt_norm_place. */
+typedef enum mt_norm_place {
+    MT_NORM_MIXER_IN,         // the residual stream, as the mixer reads it
+    MT_NORM_MIXER_OUT,        // the mixer's output, before it is added to the stream
+    MT_NORM_FEED_FORWARD_IN,  // the same of the feed-forward
+    MT_NORM_FEED_FORWARD_OUT, // likewise
+    MT_NORM_HEADS,            // each head of queries and of keys
+    MT_NORM_ALL_HEADS,        // all heads of queries, and all of keys
+    MT_NUM_NORM_PLACES
+} mt_norm_place;
+enum {
+    MT_NORMS_IN = 1 << MT_NORM_MIXER_IN | 1 << MT_NORM_FEED_FORWARD_IN,
+    MT_NORMS_OUT = 1 << MT_NORM_MIXER_OUT | 1 << MT_NORM_FEED_FORWARD_OUT
+};
+/* Placements of norms on the residual stream, one row each: the choice of --norm-placement, and the set. */
+#define MT_NORM_PLACEMENTS(X)                                                                                          \
+    X(BEFORE, "before", MT_NORMS_IN)            /* x + block(norm(x)) */                                               \
+    X(AFTER, "after", MT_NORMS_OUT)             /* x + norm(block(x)), as in OLMo 2 and 3 */                           \
+    X(BOTH, "both", MT_NORMS_IN | MT_NORMS_OUT) /* x + norm(block(norm(x))), as in Gemma 3 */
+#define MT_NORM_PLACEMENT_NAME(name, ...) MT_NORM_##name,
+typedef enum mt_norm_placement { MT_NORM_PLACEMENTS(MT_NORM_PLACEMENT_NAME) MT_NUM_NORM_PLACEMENTS } mt_norm_placement;
 typedef enum mt_rope_scaling {
     MT_ROPE_SCALING_NONE,
     MT_ROPE_SCALING_LINEAR,
@@ -926,6 +941,7 @@ typedef struct mt_layer_kind {
     mt_softmax_type softmax;
     bool shares_indices; // sparse attention without an indexer: over the keys that the layer before has selected
     bool of_encoder;
+    unsigned norms; // bits 1 << mt_norm_place
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -934,6 +950,8 @@ double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
  * but with attention even if that one has another mixer; or, with hybrid_layers, what mtp_hybrid_layers says. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
+/* The row of --norm-placement: the norms of a layer that has a mixer and a feed-forward, without those of heads. */
+unsigned mt_placed_norms(const mt_options *options);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
 

@@ -208,7 +208,7 @@ static int mt_options_check_residual(const mt_options *o, mt_error *error) {
     if (!o->fp32_residual_connection) return 0;
     if (!o->bf16 && !o->fp16)
         return mt_error_set(error, "--fp32-residual-connection needs --bf16 or --fp16: without them all is fp32");
-    if (o->norm_placement != MT_NORM_AFTER) return 0;
+    if ((mt_placed_norms(o) & MT_NORMS_IN) == MT_NORMS_IN) return 0;
     return mt_error_set(error, "--fp32-residual-connection needs norms before attention and MLP (--norm-placement "
                                "before or both); leave it out for this model");
 }

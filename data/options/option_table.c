@@ -16,7 +16,8 @@
 _Static_assert(offsetof(mt_run_options, given) <= 8 * sizeof((mt_run_options *)0)->given,
                "a bit of given for every byte");
 
-#define MT_MODULE_CHOICE(name, choice) "|" choice
+#define MT_MODULE_CHOICE(name, choice)           "|" choice
+#define MT_PLACEMENT_CHOICE(name, choice, norms) "|" choice
 
 const mt_option mt_option_table[] = {
     {.help = "model"},
@@ -80,7 +81,8 @@ const mt_option mt_option_table[] = {
      .needs = "multi-latent-attention", .own = true},
     {"layernorm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
-    {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
+    {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before",
+     &MT_NORM_PLACEMENTS(MT_PLACEMENT_CHOICE)[1], // without the first |
      "norms of the input of attention and MLP, of their output (as in OLMo 3), or of both (as in Gemma 3)",
      .own = true},
     {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS,
