@@ -9468,7 +9468,7 @@ typedef struct mt_routing {
     int32_t *choice, *token;  // [P] choice and token of each row
     const int32_t *source;    // [M] token of each row, if every row here is a copy of a token of this rank; else NULL
     int32_t *offsets;         // [num_destinations + 1] first row of each destination
-    int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; without an exchange `offsets`
+    int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; `offsets` if rows are in that order
     int64_t num_choices;      // P, rows that the N tokens' choices make here
     int64_t num_rows;         // M, received rows
     int64_t *sent, *received; // [size] rows to and from every rank, on the host
@@ -9486,13 +9486,19 @@ typedef struct mt_arrived {
     int64_t copies;
 } mt_arrived;
 
-/* A dispatcher: how rows come to the ranks of their experts, and results to the ranks of their tokens. The phases are
- * in the order of a layer's forward; its backward runs them with gradients. x[R, C] are this rank's tokens, probs the
- * probabilities of their choices, NULL in the backward. NULL instead of a phase: the dispatcher has none. */
+/* A dispatcher: how rows come to the ranks of their experts, and results to the ranks of their tokens. First what it
+ * adds to what all dispatchers have, at creation; then the phases, in the order of a layer's forward; its backward runs
+ * them with gradients. x[R, C] are this rank's tokens, probs the probabilities of their choices, NULL in the backward.
+ * NULL instead of a function: the dispatcher adds nothing, or has no such phase. */
 typedef struct mt_dispatcher {
-    bool gathers;   // each rank has the tokens of all ranks, and permutes those for its own experts
-    bool reorders;  // rows arrive in the order of their source ranks, in mt_experts.dispatched
-    bool adds_base; // to sums in mt_experts.scattered, even if permutation is fused
+    /* Sets the tokens and the order that are permuted here, and where results lie, in mt_experts. */
+    void (*open)(mt_model *m);
+    /* Values of a layer's mt_routing, and of the rows at offset `at` of a struct. */
+    void (*routing_slots)(const mt_model *m, mt_slots *s);
+    void (*row_slots)(mt_slots *s, size_t at, int64_t M);
+    /* Memory that all layers share; that of M exchanged rows, if it lies in the arena. */
+    void (*plan)(mt_model *m, mt_arena *arena);
+    void (*plan_rows)(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M);
     /* Starts to send all tokens, beside the router. */
     void (*gather)(mt_model *m, const mt_pass *p, const void *x);
     /* Number and order of the rows, from the choices; and room for the rows. Not in the backward. */
@@ -9515,20 +9521,20 @@ typedef struct mt_dispatcher {
 typedef struct mt_experts {
     const mt_dispatcher *dispatcher;
     mt_router router;
-    mt_dispatch order;         // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
-    int64_t num_layers;        // layers of this rank that have experts
-    int64_t C;                 // channels of a row: the model's, or L of latent experts
-    int64_t num_local, F;      // experts of this rank, and this rank's share of their width
-    int64_t num_sources;       // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
-    int64_t tokens;            // N of the largest micro-batch
-    int64_t num_choices;       // P of the largest micro-batch
-    int64_t num_destinations;  // pairs of an expert and an expert-tensor rank
-    int64_t sequences;         // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
-    const mt_group *group;     // ranks that exchange tokens
-    mt_stream *comm;           // stream of the exchange
-    mt_expert_rows rows;       // gradients, and rows before they are sent
-    mt_expert_rows dispatched; // exchanged rows, sorted by source rank
-    mt_expert_rows *results;   // whose input is the memory of the experts' results until they are combined
+    mt_dispatch order;           // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
+    int64_t num_layers;          // layers of this rank that have experts
+    int64_t C;                   // channels of a row: the model's, or L of latent experts
+    int64_t num_local, F;        // experts of this rank, and this rank's share of their width
+    int64_t num_sources;         // ranks whose tokens are permuted here: this one, or all of `group`
+    int64_t tokens;              // N of the largest micro-batch
+    int64_t num_choices;         // P of the largest micro-batch
+    int64_t num_destinations;    // pairs of an expert and an expert-tensor rank
+    int64_t sequences;           // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
+    const mt_group *group;       // ranks that exchange tokens
+    mt_stream *comm;             // stream of the exchange
+    mt_expert_rows rows;         // gradients, and rows before they are sent
+    mt_expert_rows dispatched;   // exchanged rows, sorted by source rank
+    mt_expert_rows *results;     // whose input is the memory of the experts' results until they are combined
     mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
     void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
@@ -9633,10 +9639,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, e->C, m->dtype);
-    if (e->dispatcher->reorders) {
-        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
-    }
+    if (e->dispatcher->row_slots) e->dispatcher->row_slots(s, at, M);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
     if (!w) return;
     mt_slot_add_transposed(m, s, input->field, &w->expert_fc1, at + offsetof(mt_expert_rows, input_transposed), false);
@@ -9671,7 +9674,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
-    if (e->dispatcher->reorders) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (e->dispatcher->routing_slots) e->dispatcher->routing_slots(m, s);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false, w);
@@ -9685,7 +9688,6 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
     if (!mt_has_capacity(m)) r->kept = r->experts;
-    if (!m->experts->dispatcher->reorders) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
 
@@ -10098,10 +10100,6 @@ static void mt_offsets_to_host(mt_model *m, mt_routing *r) {
 static void mt_routing_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
     mt_expert_rows_plan plan = {.M = mt_max(r->num_rows, r->num_choices)};
     mt_expert_rows_reserve(m, &m->experts->rows, plan);
-    if (m->experts->dispatcher->reorders) {
-        plan.dispatched = true;
-        mt_expert_rows_reserve(m, &m->experts->dispatched, plan);
-    }
     mt_layer_rows_reserve(m, w, r);
 }
 
@@ -10146,7 +10144,7 @@ static void mt_alone_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
     mt_dispatch order = e->order;
     if (order.capacity > 0) order.capacity = mt_expert_capacity(m, p->rows * m->grid->tensor_context.size);
     mt_order_choices(m, p, r, &order);
-    r->source = r->token;
+    r->source = r->token, r->expert_offsets = r->offsets;
     if (!m->options->moe_grouped_gemm) mt_offsets_to_host(m, r);
     mt_routing_reserve(m, w, r);
 }
@@ -10170,7 +10168,32 @@ static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_rou
                          MT_F32, p->stream);
 }
 
-/* ---- alltoall: each row goes to the ranks that hold its expert */
+/* ---- alltoall: each row goes to the ranks that hold its expert. Rows arrive in the order of their source ranks, in
+ * mt_experts.dispatched. */
+
+static void mt_alltoall_open(mt_model *m) {
+    m->experts->results = &m->experts->dispatched;
+}
+
+static void mt_alltoall_routing_slots(const mt_model *m, mt_slots *s) {
+    MT_ROUTING_SLOT(s, expert_offsets, m->experts->num_local + 1, 1, MT_I32);
+}
+
+static void mt_alltoall_row_slots(mt_slots *s, size_t at, int64_t M) {
+    mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+    mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+}
+
+static void mt_alltoall_plan(mt_model *m, mt_arena *arena) {
+    mt_experts *e = m->experts;
+    e->all_offsets = mt_arena_alloc(arena, e->group->size * (e->num_destinations + 1) * 4);
+    e->counts = mt_arena_alloc(arena, e->group->size * e->num_local * 4);
+}
+
+static void mt_alltoall_plan_rows(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M) {
+    mt_expert_rows_plan plan = {.M = M, .dispatched = true};
+    mt_expert_rows_allocate(m, rows, arena, &plan);
+}
 
 /* Numbers of rows to and from every rank, and of each local expert. The host needs them for the all-to-all. */
 static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
@@ -10210,6 +10233,8 @@ static void mt_alltoall_count(mt_model *m, const mt_pass *p, const mt_layer *w, 
         mt_exchange_counts_padded(m, p, r, e->order.capacity);
     else
         mt_exchange_counts(m, p, r);
+    mt_expert_rows_plan received = {.M = mt_max(r->num_rows, r->num_choices), .dispatched = true};
+    mt_expert_rows_reserve(m, &e->dispatched, received);
     mt_routing_reserve(m, w, r);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
@@ -10277,6 +10302,41 @@ static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_
 
 /* ---- allgather: all tokens go to all ranks, and each rank selects the rows of its own experts */
 
+/* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
+ * the parts. */
+static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
+    tp->first_part = tp->group->size * tp->max_rows * widest;
+    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
+    tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
+    if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
+}
+
+static void mt_allgather_open(mt_model *m) {
+    mt_experts *e = m->experts;
+    int64_t choices = m->max_rows * e->router.topk;
+    e->num_sources = e->group->size;
+    e->order.first = m->grid->expert.rank * e->num_local, e->order.count = e->num_local;
+    e->order.copies = 1, e->order.capacity = 0;
+    e->exchange.sequence_parallel = true;
+    e->no_choices = mt_model_calloc(m, choices * 4);
+    for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
+}
+
+static void mt_flex_plan(mt_model *m, mt_arena *arena) {
+    mt_tensor_parallel *x = &m->experts->exchange;
+    mt_plan_exchange(x, m->experts->C, arena);
+    x->partial = x->gathered;
+}
+
+/* Sums to which a base is added. Unfused permutation has them in any case. */
+static void mt_allgather_plan(mt_model *m, mt_arena *arena) {
+    mt_experts *e = m->experts;
+    if (m->options->moe_permute_fusion)
+        e->scattered = mt_arena_alloc(arena, m->max_rows * e->C * mt_dtype_size(m->dtype));
+    mt_flex_plan(m, arena);
+}
+
 /* Starts to gather x[R, C] of all ranks on the stream `comm`, beside the router. */
 static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
     mt_wait_stream(m, m->experts->comm, p->stream);
@@ -10292,7 +10352,7 @@ static void mt_allgather_count(mt_model *m, const mt_pass *p, const mt_layer *w,
     m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
     mt_order_choices(m, p, r, &e->order);
     mt_offsets_to_host(m, r);
-    r->num_rows = r->num_choices = r->host_offsets[e->num_destinations];
+    r->num_rows = r->num_choices = r->host_offsets[e->num_destinations], r->expert_offsets = r->offsets;
     mt_routing_reserve(m, w, r);
 }
 
@@ -10333,6 +10393,11 @@ static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt
 /* ---- flex: allgather by copies into the other ranks' memory. Each rank's tokens are summed by themselves: the sums
  * for one rank are sent while the next are computed, and this rank's own, with the base, are computed last. */
 
+static void mt_flex_open(mt_model *m) {
+    mt_allgather_open(m);
+    m->experts->exchange.overlaps = m->experts->num_layers > 0;
+}
+
 static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
                                   const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
@@ -10363,22 +10428,27 @@ static const mt_dispatcher mt_dispatcher_alone = {.count = mt_alone_count,
                                                   .combine_weights = mt_alone_combine_weights};
 
 static const mt_dispatcher mt_dispatchers[] = {
-    [MT_DISPATCHER_ALLTOALL] = {.reorders = true,
+    [MT_DISPATCHER_ALLTOALL] = {.open = mt_alltoall_open,
+                                .routing_slots = mt_alltoall_routing_slots,
+                                .row_slots = mt_alltoall_row_slots,
+                                .plan = mt_alltoall_plan,
+                                .plan_rows = mt_alltoall_plan_rows,
                                 .count = mt_alltoall_count,
                                 .exchange = mt_alltoall_exchange,
                                 .arrive = mt_alltoall_arrive,
                                 .exchange_back = mt_alltoall_exchange_back,
                                 .combine = mt_alltoall_combine,
                                 .combine_weights = mt_alltoall_combine_weights},
-    [MT_DISPATCHER_ALLGATHER] = {.gathers = true,
-                                 .adds_base = true,
+    [MT_DISPATCHER_ALLGATHER] = {.open = mt_allgather_open,
+                                 .plan = mt_allgather_plan,
                                  .gather = mt_allgather_gather,
                                  .count = mt_allgather_count,
                                  .arrive = mt_allgather_arrive,
                                  .exchange_back = mt_allgather_exchange_back,
                                  .combine = mt_allgather_combine,
                                  .combine_weights = mt_allgather_combine_weights},
-    [MT_DISPATCHER_FLEX] = {.gathers = true,
+    [MT_DISPATCHER_FLEX] = {.open = mt_flex_open,
+                            .plan = mt_flex_plan,
                             .gather = mt_allgather_gather,
                             .count = mt_allgather_count,
                             .arrive = mt_allgather_arrive,
@@ -10387,12 +10457,21 @@ static const mt_dispatcher mt_dispatchers[] = {
                             .combine_weights = mt_allgather_combine_weights},
 };
 
-/* Without fused permutation flex is allgather with copies: its results are summed for all ranks at once. */
+/* flex without fused permutation is allgather with copies: its results are summed for all ranks at once. */
+static const mt_dispatcher mt_dispatcher_flex_unfused = {.open = mt_flex_open,
+                                                         .plan = mt_allgather_plan,
+                                                         .gather = mt_allgather_gather,
+                                                         .count = mt_allgather_count,
+                                                         .arrive = mt_allgather_arrive,
+                                                         .exchange_back = mt_allgather_exchange_back,
+                                                         .combine = mt_allgather_combine,
+                                                         .combine_weights = mt_allgather_combine_weights};
+
 static const mt_dispatcher *mt_dispatcher_of(const mt_options *o, const mt_group *group) {
-    mt_token_dispatcher type = o->moe_token_dispatcher_type;
     if (group->size == 1) return &mt_dispatcher_alone;
-    if (type == MT_DISPATCHER_FLEX && !o->moe_permute_fusion) type = MT_DISPATCHER_ALLGATHER;
-    return &mt_dispatchers[type];
+    if (o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX && !o->moe_permute_fusion)
+        return &mt_dispatcher_flex_unfused;
+    return &mt_dispatchers[o->moe_token_dispatcher_type];
 }
 
 /* Before the router, where the dispatcher gathers whole tokens. */
@@ -10920,7 +10999,7 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 /* True if layer w may gather the gradient for the experts of the layer below: nothing is computed before the gather,
  * and w's mixer can leave its first weight's gradient until then. */
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
-    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
+    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gather;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
     bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !m->options->attention_output_gate;
     bool at_once = !mt_has_norm(below->kind.norms, MT_NORM_FEED_FORWARD_OUT) && below->F == 0 &&
@@ -15903,28 +15982,18 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
-/* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
- * the parts. */
-static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
-    tp->first_part = tp->group->size * tp->max_rows * widest;
-    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
-    tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
-    if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
-}
-
 /* Scratch and counters that the layers with experts share. No slots: no layer's value stays here until its backward. */
 static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
-    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk;
     int64_t all = R * m->grid->tensor_context.size;
     if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
-        mt_expert_rows_plan plan = {.M = M}, dispatched = {.M = M, .dispatched = true};
+        mt_expert_rows_plan plan = {.M = M};
         mt_expert_rows_allocate(m, &e->rows, arena, &plan);
-        if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
+        if (e->dispatcher->plan_rows) e->dispatcher->plan_rows(m, &e->dispatched, arena, M);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
@@ -15942,23 +16011,17 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->dispatcher->adds_base || !m->options->moe_permute_fusion)
+    if (!m->options->moe_permute_fusion) {
         e->scattered = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
-    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+        e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+    }
     if (mt_has_latent_experts(m)) {
         e->latent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
         if (m->plan.train) e->dlatent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
         if (m->options->moe_shared_expert_intermediate_size > 0)
             e->wide = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->dispatcher->gathers) {
-        mt_plan_exchange(&e->exchange, e->C, arena);
-        e->exchange.partial = e->exchange.gathered;
-    }
-    if (e->dispatcher->reorders) {
-        e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
-        e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
-    }
+    if (e->dispatcher->plan) e->dispatcher->plan(m, arena);
     bool all_logits = mt_has_sinkhorn(m) || mt_has_quantiles(m);
     if ((!mt_has_capacity(m) && !all_logits) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
@@ -16303,26 +16366,23 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->C = mt_expert_channels(o);
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
-    e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
     e->router.bias_of_logits = o->moe_router_quantile_bias;
     e->sequences = mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS) ? m->plan.max_tokens : 1;
-    e->tokens = e->num_sources * m->max_rows;
-    e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
-    e->order.copies = grid->expert_tensor.size;
-    if (e->dispatcher->gathers)
-        e->order.first = grid->expert.rank * e->num_local, e->order.count = e->num_local, e->order.copies = 1;
-    else if (o->moe_pad_expert_input_to_capacity)
-        e->order.capacity = mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
-    e->num_destinations = e->order.count * e->order.copies;
-    e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
-    e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
-    e->exchange.sequence_parallel = e->dispatcher->gathers, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number) && !mt_mtp_repeats(m, &m->layers[i]))
             m->layers[i].moe_index = e->num_layers++;
-    bool copies = e->dispatcher->gathers && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
-    e->exchange.overlaps = copies && e->num_layers > 0;
+    e->results = &e->rows, e->num_sources = 1;
+    e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
+    e->order.copies = grid->expert_tensor.size;
+    if (o->moe_pad_expert_input_to_capacity)
+        e->order.capacity = mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype};
+    e->exchange.rows = e->exchange.max_rows = m->max_rows;
+    e->dispatcher = mt_dispatcher_of(o, e->group);
+    if (e->dispatcher->open) e->dispatcher->open(m);
+    e->tokens = e->exchange.T = e->num_sources * m->max_rows;
+    e->num_destinations = e->order.count * e->order.copies;
+    e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -16342,9 +16402,7 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
     if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
     mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     mt_expert_rows_allocate(m, &rows, &arena, &plan);
-    plan.dispatched = true;
-    if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &rows, &arena, &plan);
-    plan.dispatched = false;
+    if (e->dispatcher->plan_rows) e->dispatcher->plan_rows(m, &rows, &arena, plan.M);
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
              layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++) {
@@ -16765,9 +16823,6 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         int64_t offsets = e->group->size * (e->num_destinations + 1);
         e->host_offsets = m->ops->memory_alloc_host((offsets + e->group->size * e->num_local) * 4);
         e->host_counts = e->host_offsets + offsets, e->host_counts[0] = -1;
-        int64_t choices = e->dispatcher->gathers ? m->max_rows * e->router.topk : 0;
-        e->no_choices = mt_model_calloc(m, choices * 4);
-        for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
         int64_t loads = e->num_layers * e->router.num_experts, step = 2 * loads + e->num_layers; // of four bytes
         float *reported = e->report_memory = m->ops->memory_alloc_host(2 * step * 4);
         for (mt_step_result *result = m->trainer->results; result < m->trainer->results + 2; result++) {
