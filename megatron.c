@@ -7832,6 +7832,7 @@ typedef struct mt_pass {
     const int64_t *adapter_rows; // mt_batch.adapter_rows
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
+    int32_t *selected; // forward: [T, topk] the last layer's keys of sparse attention, for layers that share them
 } mt_pass;
 
 /* States at the borders of this rank's pieces in context parallelism: see mt_context_carry. */
@@ -7884,7 +7885,7 @@ typedef struct mt_layer_scratch {
     void *indexer_whole;    // context parallelism: [T of all ranks, D], in order of position
     void *indexer_by_rank;  // likewise, in order of ranks; gradients too, in fp32
     float *dindexer_local;  // [T, D], with context parallelism
-    int32_t *selected;      // [T, topk] the last layer's, for layers that share it
+    int32_t *selected;      // [T, topk] of mt_pass
     float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
     float *dindexer_keys;   // [T, D]; with context parallelism of all ranks
     float *dindexer_own;    // [R, D], with sequence parallelism
@@ -8122,6 +8123,7 @@ typedef struct mt_block_gradients {
     const void *dout;  // [R, C]
     bool gathered;     // the dispatcher of experts has gathered dout
     void *dx;          // [R, C]
+    void *dmemory;     // cross attention adds the gradient of the encoder's output, [R of the encoder, C]
     mt_deferred *left; // not NULL: the caller computes the gradient of the weight that reads x, by this product
 } mt_block_gradients;
 
@@ -8540,13 +8542,13 @@ static const void *mt_residual_widen(const mt_model *m, const mt_pass *p, const 
     return m->scratch.widened;
 }
 
-/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish. */
+/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish: x itself,
+ * or scratch. */
 static void *mt_residual_begin(const mt_model *m, void *x) {
     return mt_residual_is_wide(m) ? m->scratch.rounded : x;
 }
-static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x) {
-    if (mt_residual_is_wide(m))
-        m->ops->convert(x, m->residual_dtype, m->scratch.rounded, m->dtype, p->rows * m->C, p->stream);
+static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x, const void *begun) {
+    if (mt_residual_is_wide(m)) m->ops->convert(x, m->residual_dtype, begun, m->dtype, p->rows * m->C, p->stream);
 }
 
 /* sum = a + x: a residual stream and a tensor of the model's type, [R, C]. */
@@ -10970,6 +10972,7 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     }
     mt_block_gradients inner = {
         .x = b->x, .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
+    inner.dmemory = d.dmemory;
     if (b->after.w) {
         mt_norm_backward(m, p, b->after.w, &b->after.n, s->dout, NULL, dout, b->out);
         dout = s->dout;
@@ -11008,11 +11011,12 @@ static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer
     return gathers && at_once && !replays && whole && leaves;
 }
 
-/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. The values of modules that are
- * recomputed are in the layer's buffer, or else computed again. gathered: the layer above has gathered dresidual for
- * the experts. With `ahead` that is done here for the layer below, beside the gradient of the mixer's first weight. */
+/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. dmemory: see mt_block_gradients. The
+ * values of modules that are recomputed are in the layer's buffer, or else computed again. gathered: the layer above
+ * has gathered dresidual for the experts. With `ahead` that is done here for the layer below, beside the gradient of
+ * the mixer's first weight. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
-                              bool gathered, bool ahead) {
+                              void *dmemory, bool gathered, bool ahead) {
     mt_block blocks[2];
     int count = mt_layer_blocks(w, a, blocks);
     bool splits = p->halves != MT_BACKWARD_BOTH, replays = m->recompute_modules && m->recomputed != a;
@@ -11023,7 +11027,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     for (int i = count - 1; i >= 0; i--) {
         bool last = i + 1 == count, apart = splits && count == 1; // apart: dx is not dout, see mt_block_backward
         mt_block_gradients d = {.dout = last ? dresidual : dmiddle, .gathered = last && gathered};
-        d.dx = i > 0 || apart ? dmiddle : dresidual, d.left = i == 0 && ahead ? &left : NULL;
+        d.dx = i > 0 || apart ? dmiddle : dresidual, d.dmemory = dmemory, d.left = i == 0 && ahead ? &left : NULL;
         if (replays) mt_block_replay(m, &replay, w, a, &blocks[i]);
         if (replays && i == 0) m->recomputed = a;
         mt_block_backward(m, p, w, a, &blocks[i], d);
@@ -11928,7 +11932,7 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
         mt_bucket_release(m, m->position_bucket);
     }
     mt_embedding_scale(m, p, sum);
-    if (layer < 0) mt_residual_finish(m, p, x);
+    if (layer < 0) mt_residual_finish(m, p, x, sum);
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = x;
@@ -12595,8 +12599,9 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, out->embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
-        mt_mtp_join_forward(m, p, k, mt_residual_begin(m, a->input));
-        mt_residual_finish(m, p, a->input);
+        void *input = mt_residual_begin(m, a->input);
+        mt_mtp_join_forward(m, p, k, input);
+        mt_residual_finish(m, p, a->input, input);
         mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1,
                           (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
         mt_bucket_release(m, w->bucket);
@@ -12623,7 +12628,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden, void *
         mt_norm_residual_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, NULL, false, false);
         void *dinput = mt_residual_begin(m, dresidual); // of the model's type, then of the embedding
         (void)mt_residual_round(m, p, dinput, dresidual);
         mt_mtp_join_backward(m, p, k, dinput, dhidden, dinput);
@@ -12865,7 +12870,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
-    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
+    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded, p.selected = m->scratch.selected;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
     if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
@@ -13068,12 +13073,19 @@ static void *mt_encoder_output(const mt_model *m, const mt_pass *p) {
     return mt_ends_in_encoder(m, p->mb->chunk) ? out->hidden : out->norm.y;
 }
 
+/* The gradients of a chunk's output, which become those of its input. */
+typedef struct mt_chunk_gradients {
+    void *residual; // [R, C] of the residual stream, in its type; of an encoder-decoder that of the decoder
+    void *encoder;  // [R of the encoder, C] of the encoder's residual stream
+    void *memory;   // [R of the encoder, C] of the encoder's output, summed over the layers of cross attention
+} mt_chunk_gradients;
+
 /* Their gradients. */
-static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p) {
-    return mt_begins_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
+    return mt_begins_in_encoder(m, p->mb->chunk) ? d->encoder : d->memory;
 }
-static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
-    return mt_ends_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
+    return mt_ends_in_encoder(m, p->mb->chunk) ? d->encoder : d->memory;
 }
 
 /* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
@@ -13084,8 +13096,10 @@ static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64
     }
 }
 
-/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. */
-static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual) {
+/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. dmemory: see
+ * mt_block_gradients. */
+static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual,
+                              void *dmemory) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     bool gathered = false; // dresidual, for the experts of the next layer
     for (int64_t i = end - 1; i >= begin; i--) {
@@ -13097,7 +13111,7 @@ static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, dmemory, gathered, ahead);
         gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
@@ -13118,22 +13132,21 @@ static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
     mt_bucket_release(m, m->encoder_bucket);
 }
 
-/* scratch.dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, or with the norm that
- * of the memory; before them out. */
-static void mt_encoder_backward(mt_model *m, const mt_pass *encoder) {
+/* dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, unless the chunk has the norm,
+ * which computes it from dmemory; before them out. */
+static void mt_encoder_backward(mt_model *m, const mt_pass *encoder, void *dencoder, const void *dmemory) {
     const mt_output *out = &encoder->mb->encoder.output;
     int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
     if (!mt_ends_in_encoder(m, chunk)) {
         mt_bucket_acquire(m, m->encoder_bucket);
         mt_bucket_gradients_acquire(m, m->encoder_bucket);
-        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, m->scratch.dencoder, NULL, m->scratch.dmemory,
-                         out->hidden);
+        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, dencoder, NULL, dmemory, out->hidden);
         mt_bucket_gradients_release(m, m->encoder_bucket, encoder->last);
         mt_bucket_release(m, m->encoder_bucket);
     }
     if (end == 0) return;
     mt_relative_acquire(m, true, true);
-    mt_units_backward(m, encoder, 0, end, m->scratch.dencoder);
+    mt_units_backward(m, encoder, 0, end, dencoder, NULL);
     mt_relative_release(m, true, true, encoder->last && mt_half_begins(m, chunk, true));
 }
 
@@ -13159,27 +13172,25 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     mt_relative_release(m, false, false, false);
 }
 
-/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. Of an encoder-decoder, that of the
- * decoder's residual stream; in scratch.dmemory and scratch.dencoder those of the encoder's. */
-static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
+static void mt_chunk_backward(mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
     mt_pass encoder = mt_encoder_pass(m, p);
     if (decoder < stage->num_layers) {
         mt_relative_acquire(m, false, true);
-        mt_units_backward(m, p, decoder, stage->num_layers, dresidual);
+        mt_units_backward(m, p, decoder, stage->num_layers, d->residual, d->memory);
         mt_relative_release(m, false, true, p->last && mt_half_begins(m, p->mb->chunk, false));
     }
-    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder);
+    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder, d->encoder, d->memory);
     if (!stage->embedding) return;
     if (!mt_has_encoder(m)) {
-        if (mt_has_images(p)) mt_vision_take(m, p, 0, dresidual);
-        mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+        if (mt_has_images(p)) mt_vision_take(m, p, 0, d->residual);
+        mt_embed_backward(m, p, d->residual, p->batch->tokens, -1, p->last);
         if (m->vision) mt_vision_backward(m, p);
         return;
     }
-    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers);
-    mt_embed_backward(m, &encoder, m->scratch.dencoder, encoder.batch->tokens, -1, p->last);
+    mt_embed_accumulate(m, p, d->residual, p->batch->tokens, m->options->encoder_num_layers);
+    mt_embed_backward(m, &encoder, d->encoder, encoder.batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
@@ -13284,18 +13295,19 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 /* Of an encoder-decoder every layer of cross attention adds to the gradient of the memory, in all stages. */
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    void *dresidual = m->scratch.dresidual;
+    mt_chunk_gradients d = {m->scratch.dresidual, m->scratch.dencoder, m->scratch.dmemory};
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss && mt_has_encoder(m))
-        m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_zero(d.memory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (stage->loss)
-        mt_loss_backward(m, p, dresidual);
+        mt_loss_backward(m, p, d.residual);
     else
         mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD],
-                        mt_boundary_of(m, p, mt_encoder_doutput(m, p), dresidual));
-    mt_chunk_backward(m, p, dresidual);
+                        mt_boundary_of(m, p, mt_encoder_doutput(m, p, &d), d.residual));
+    mt_chunk_backward(m, p, &d);
     if (!stage->embedding)
-        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], mt_boundary_of(m, p, mt_encoder_dinput(m, p), dresidual));
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD],
+                     mt_boundary_of(m, p, mt_encoder_dinput(m, p, &d), d.residual));
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -17616,8 +17628,9 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     mt_scale(m, &p, hidden, mt_head_scale(m)); // as mt_head_forward
     mt_embed_forward(m, &p, out->embedded, p.batch->tokens, w->number);
     mt_bucket_acquire(m, w->bucket);
-    mt_mtp_join_forward(m, &p, depth, mt_residual_begin(m, a->input));
-    mt_residual_finish(m, &p, a->input);
+    void *input = mt_residual_begin(m, a->input);
+    mt_mtp_join_forward(m, &p, depth, input);
+    mt_residual_finish(m, &p, a->input, input);
     mt_layers_forward(m, &p, layer, layer + 1,
                       (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
     mt_bucket_release(m, w->bucket);
@@ -19751,8 +19764,8 @@ static void mt_conv_carry_step(const void *call, const mt_carried_state *state, 
                                                                                 c->p->stream);
 }
 
-static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.conv_carry;
+static void mt_conv_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_conv_args *args,
+                                 bool backward) {
     if (!p->context) return;
     mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
@@ -19764,8 +19777,8 @@ static void mt_delta_carry_step(const void *call, const mt_carried_state *state,
                                                                                 c->p->stream);
 }
 
-static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.rule_carry;
+static void mt_delta_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_delta_args *args,
+                                  bool backward) {
     if (!p->context) return;
     (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
     mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
@@ -19805,9 +19818,9 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
     if (w->kind.mixer == MT_MIXER_KDA) mt_kda_gates_forward(p, w, a, x);
-    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
-    mt_delta_carry_states(m, p, &rule, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, false);
     m->ops->delta_rule_forward(&rule, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -19830,13 +19843,13 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     rule.dv = mt_at(s->dconv, 2 * keys, m->dtype);
     rule.db = mt_at(s->dqkv, z.b, m->dtype);
     rule.da = z.by_channel ? s->ddecays : mt_at(s->dqkv, z.b + z.Hv, m->dtype);
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_delta_carry_states(m, p, &rule, false);
-    mt_delta_carry_states(m, p, &rule, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, true);
     if (p->context) rule.dstates = s->rule_carry.dstates;
     m->ops->delta_rule_backward(&rule, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dqkv;
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
@@ -19987,7 +20000,7 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_conv_args conv = mt_short_conv(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->short_in, x, a->short_in);
     m->ops->multiply_forward(&enter, m->dtype, p->stream);
-    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     m->ops->multiply_forward(&leave, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -20005,8 +20018,8 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     leave.dy = s->dattended, leave.dx = s->dconv, leave.dz = mt_at(s->dqkv, width, m->dtype);
     m->ops->multiply_backward(&leave, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dshort_x;
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     enter.dy = s->dshort_x, enter.dx = mt_at(s->dqkv, 2 * width, m->dtype), enter.dz = s->dqkv;
@@ -20552,8 +20565,8 @@ static void mt_mamba_carry_step(const void *call, const mt_carried_state *state,
     (backward ? ops->ssd_carry_backward : ops->ssd_carry_forward)(c->args, state, c->m->dtype, c->p->stream);
 }
 
-static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, const mt_ssd_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.rule_carry;
+static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_ssd_args *args,
+                                  bool backward) {
     if (!p->context) return;
     (backward ? m->ops->ssd_map_backward : m->ops->ssd_map_forward)(args, m->dtype, p->stream);
     mt_context_carry(p->context, carry, mt_mamba_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
@@ -20566,9 +20579,9 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
-    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
-    mt_mamba_carry_states(m, p, &scan, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
     mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
@@ -20590,13 +20603,13 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_mamba_carry_states(m, p, &scan, false);
-    mt_mamba_carry_states(m, p, &scan, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, true);
     if (p->context) scan.dstates = s->rule_carry.dstates;
     m->ops->ssd_backward(&scan, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
@@ -21281,10 +21294,9 @@ static void mt_sparse_select(mt_model *m, const mt_pass *p, const mt_layer *w, m
     int64_t bytes = p->T * mt_selected_keys(m) * 4;
     if (!w->kind.shares_indices) {
         mt_indexer_select(m, p, w, a, x);
-        if (m->options->dsa_indexer_topk_freq > 1)
-            m->ops->memory_copy(m->scratch.selected, a->selected, bytes, p->stream);
+        if (m->options->dsa_indexer_topk_freq > 1) m->ops->memory_copy(p->selected, a->selected, bytes, p->stream);
     } else if (!p->replay) {
-        m->ops->memory_copy(a->selected, m->scratch.selected, bytes, p->stream);
+        m->ops->memory_copy(a->selected, p->selected, bytes, p->stream);
     }
 }
 
@@ -21547,7 +21559,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
     // a split backward defers no product with the memory, whose dy has no stash
     mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
-    mt_add_to(m, &encoder, s->dmemory, s->dinput);
+    mt_add_to(m, &encoder, d->dmemory, s->dinput);
     mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
     mt_layer_linear_backward(m, p, w, a, &w->cross_q, d->x_field, &q);
     return out;
