@@ -4209,6 +4209,9 @@ const mt_ops mt_cpu_ops = {
     .name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY) MT_PLAIN_OPERATIONS(MT_CPU_ENTRY)};
 
 #ifndef MT_HAVE_CUDA
+void mt_cuda_prepare(int num_ranks) {
+}
+
 int mt_cuda_num_gpus(void) {
     return 0;
 }
@@ -4434,9 +4437,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // For ops->first_use_waits: CUDA then loads the kernels of this program and of NCCL when it starts. Those of
-    // cuBLASLt still load at their first use.
-    if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    mt_cuda_prepare(grid->world.size);
 #else
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
     if (!size) size = getenv("PMI_SIZE");

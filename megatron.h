@@ -2604,6 +2604,10 @@ const char *mt_cpu_products_note(mt_dtype dtype);
  * Products are by this library's own kernels. Mixers with states and fp8 are as before. */
 void mt_cpu_batch_invariant(bool invariant);
 
+/* Before the other functions of CUDA: the ranks of the job. With several, all kernels but cuBLASLt's load when CUDA
+ * starts: see first_use_waits. */
+void mt_cuda_prepare(int num_ranks);
+
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
