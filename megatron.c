@@ -1078,21 +1078,25 @@ static bool mt_matmul_is_plain(bool is_small) {
 #endif
 }
 
-/* One tile of a product, by one thread. oneDNN is faster than OpenBLAS. */
-static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
-                              bool accumulate, bool is_small) {
-#ifdef MT_HAVE_DNNL
-    if (!is_small) {
-        mt_shelter_from_signals();
-        dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
-                                          a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
-        if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);
-        return;
-    }
-#endif
+/* One tile of a product, by one thread. */
+static void mt_matmul_blas(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                           bool accumulate) {
     cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans, b.transposed ? CblasTrans : CblasNoTrans,
                 (int)M, (int)N, (int)K, 1.0f, a.data, (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, c,
                 (int)stride);
+}
+
+/* The same, of large products: oneDNN is faster than OpenBLAS. */
+static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate) {
+#ifdef MT_HAVE_DNNL
+    mt_shelter_from_signals();
+    dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
+                                      a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
+    if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);
+#else
+    mt_matmul_blas(c, stride, a, b, M, N, K, accumulate);
+#endif
 }
 
 /* A library's product is in tiles that depend on the shape only, each computed by one thread. The library itself would
@@ -1113,8 +1117,9 @@ static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (!is_small)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
-            mt_matmul_library(c + m * stride + n, stride, mt_matrix_at(a, m, 0), mt_matrix_at(b, 0, n),
-                              mt_min(rows, M - m), mt_min(columns, N - n), K, accumulate, is_small);
+            (is_small ? mt_matmul_blas : mt_matmul_library)(c + m * stride + n, stride, mt_matrix_at(a, m, 0),
+                                                            mt_matrix_at(b, 0, n), mt_min(rows, M - m),
+                                                            mt_min(columns, N - n), K, accumulate);
 }
 #else
 static void mt_matmul_prepare(void) {
@@ -2486,14 +2491,19 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     mt_attention_each_block(a, dtype, mt_scratch_reserve(floats), mt_attention_forward_block);
 }
 
+/* The numbers of one query in attention's backward. */
+typedef struct mt_query_numbers {
+    float scale, lse, dot;
+} mt_query_numbers;
+
 /* One query's row of the scores with biases, those of the band from `at` on: see mt_attention_backward_scores. */
 static void mt_attention_backward_biased(float *p, float *ds, float *dbias, const mt_bias_band *band, int64_t at,
-                                         int64_t begin, int64_t end, float scale, float lse, float dot) {
+                                         int64_t begin, int64_t end, mt_query_numbers q) {
     for (int64_t j = begin; j < end; j++) {
-        p[j] = mt_exp(p[j] * scale + band->values[at + j] - lse);
-        float gradient = p[j] * (ds[j] - dot);
+        p[j] = mt_exp(p[j] * q.scale + band->values[at + j] - q.lse);
+        float gradient = p[j] * (ds[j] - q.dot);
         if (dbias) dbias[band->buckets[at + j]] += gradient;
-        ds[j] = gradient * scale;
+        ds[j] = gradient * q.scale;
     }
 }
 
@@ -2517,7 +2527,8 @@ static void mt_attention_backward_scores(float *p, float *ds, float *dbias, cons
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
         if (band) {
-            mt_attention_backward_biased(p_row, ds_row, dbias, band, rows - 1 - i, begin, end, call->scale, lse, dot);
+            mt_query_numbers query = {call->scale, lse, dot};
+            mt_attention_backward_biased(p_row, ds_row, dbias, band, rows - 1 - i, begin, end, query);
         } else {
 #pragma omp simd
             for (int64_t j = begin; j < end; j++) {
@@ -5462,9 +5473,13 @@ static void mt_fp8_run_product(const mt_product *p, mt_fp8_product_args a) {
  * a), da += dh^T dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial
  * sums over them; otherwise da is. */
 
+static bool mt_adapter_exists(const mt_adapter *adapter) {
+    return adapter->R > 0;
+}
+
 /* True if a linear has adapters that are switched on. */
 static bool mt_linear_adapts(const mt_linear *l) {
-    return l->adapter.R > 0 && !*l->adapter.off;
+    return mt_adapter_exists(&l->adapter) && !*l->adapter.off;
 }
 
 /* The operands of the products with b of a part, or with a (part -1); x of a is io.x. */
@@ -5532,7 +5547,7 @@ static void mt_adapter_forward(const mt_product *p) {
         part.l = &linear, part.T = rows[i + 1] - rows[i];
         part.io.x = mt_at(p->io.x, rows[i] * linear.K, p->tp->dtype);
         part.io.y = mt_at(p->io.y, rows[i] * linear.N, p->tp->dtype);
-        if (part.T > 0 && linear.adapter.R > 0) mt_adapter_add(&part);
+        if (part.T > 0 && mt_adapter_exists(&linear.adapter)) mt_adapter_add(&part);
     }
 }
 
@@ -8494,6 +8509,9 @@ typedef struct mt_block_kind {
 } mt_block_kind;
 
 /* ==== §9c norms and the residual stream =========================================================================== */
+/* Where norms stand is a set of places that each layer carries (mt_layer_kind.norms); §9g walks the layer's blocks with
+ * their norms, forwards and in reverse. Invariants: a norm before a block reads the residual stream, one behind it the
+ * block's output before that is added to the stream; norms compute in fp32. */
 
 /* x[R, C] *= factor. */
 static void mt_scale(const mt_model *m, const mt_pass *p, void *x, double factor) {
@@ -9457,7 +9475,7 @@ typedef struct mt_expert_rows {
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
-/* Results of routing that the backward needs. N: the R tokens of this rank, or if the dispatcher gathers, the tokens of
+/* Results of routing that the backward needs. N: the R tokens of this rank, or with allgather and flex the tokens of
  * all ranks of the exchange group. */
 typedef struct mt_routing {
     float *logits;            // [R, E]
@@ -18815,21 +18833,31 @@ static bool mt_state_crosses(const mt_states *states, int64_t slot) {
 
 /* ---- short convolution */
 
-/* A channel block of row `row` of a span: of x, or of the state [K - 1, C] before it; NULL: zeros. */
-static const float *mt_conv_row(float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
-                                int64_t row, int64_t c, int64_t width, mt_dtype dtype) {
-    if (row >= 0) return mt_row_load(scratch, a->x, (span->q_start + row) * a->x_stride + c, width, dtype);
-    return state ? state + (a->K - 1 + row) * a->C + c : NULL;
+/* Channels [c, c + width) of a span in a convolution. */
+typedef struct mt_conv_channels {
+    const mt_conv_args *a;
+    const mt_span *span;
+    const float *before, *dafter; // the state before the span, and the gradient of the one after it; NULL: zeros
+    const float *w;               // [width, K]
+    int64_t c, width;
+    mt_dtype dtype;
+} mt_conv_channels;
+
+/* The channels of row `row` of a span: of x, or of the state [K - 1, C] before it; NULL: zeros. */
+static const float *mt_conv_row(float *scratch, const mt_conv_channels *b, int64_t row) {
+    const mt_conv_args *a = b->a;
+    if (row >= 0) return mt_row_load(scratch, a->x, (b->span->q_start + row) * a->x_stride + b->c, b->width, b->dtype);
+    return b->before ? b->before + (a->K - 1 + row) * a->C + b->c : NULL;
 }
 
-/* sums[width] = bias + the taps' products, of channels c... of row t of a span. */
-static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
-                        const float *w, int64_t t, int64_t c, int64_t width, mt_dtype dtype) {
-    const float *bias = a->bias ? mt_row_load(scratch, a->bias, c, width, dtype) : NULL;
-    for (int64_t i = 0; i < width; i++) sums[i] = bias ? bias[i] : 0;
+/* sums[width] = bias + the taps' products, of row t of a span. */
+static void mt_conv_sum(float *sums, float *scratch, const mt_conv_channels *b, int64_t t) {
+    const mt_conv_args *a = b->a;
+    const float *bias = a->bias ? mt_row_load(scratch, a->bias, b->c, b->width, b->dtype) : NULL;
+    for (int64_t i = 0; i < b->width; i++) sums[i] = bias ? bias[i] : 0;
     for (int64_t j = 0; j < a->K; j++) {
-        const float *x = mt_conv_row(scratch, a, span, state, t - (a->K - 1 - j), c, width, dtype);
-        for (int64_t i = 0; i < width && x; i++) sums[i] += w[i * a->K + j] * x[i];
+        const float *x = mt_conv_row(scratch, b, t - (a->K - 1 - j));
+        for (int64_t i = 0; i < b->width && x; i++) sums[i] += b->w[i * a->K + j] * x[i];
     }
 }
 
@@ -18837,8 +18865,9 @@ static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, cons
 static void mt_conv_keep(float *after, float *scratch, const mt_conv_args *a, const mt_span *span, const float *before,
                          mt_dtype dtype) {
     int64_t C = a->C, rows = a->K - 1;
+    mt_conv_channels all = {.a = a, .span = span, .before = before, .width = C, .dtype = dtype};
     for (int64_t j = 0; j < rows; j++) { // ascending: a row of the state moves towards the first
-        const float *x = mt_conv_row(scratch, a, span, before, span->q_len - (rows - j), 0, C, dtype);
+        const float *x = mt_conv_row(scratch, &all, span->q_len - (rows - j));
         for (int64_t i = 0; i < C; i++) after[j * C + i] = x ? x[i] : 0;
     }
 }
@@ -18851,27 +18880,18 @@ static void mt_cpu_short_conv_forward(const mt_conv_args *a, mt_dtype dtype, mt_
         const mt_span *span = &a->spans->host[s];
         const float *before = mt_state_before(&a->states, a->spans, s, (K - 1) * C);
         float *kept = mt_state_kept(&a->states, span, (K - 1) * C);
+        mt_conv_channels all = {.a = a, .span = span, .before = before, .w = w, .width = C, .dtype = dtype};
 #pragma omp parallel for if (span->q_len * C * K > MT_PARALLEL)
         for (int64_t t = 0; t < span->q_len; t++) {
             float *sums = mt_scratch_slice(scratch) + C * K;
             int64_t to = (span->q_start + t) * a->y_stride;
-            mt_conv_sum(sums, sums + C, a, span, before, w, t, 0, C, dtype);
+            mt_conv_sum(sums, sums + C, &all, t);
             for (int64_t i = 0; i < C && a->silu; i++) sums[i] = mt_silu(1, sums[i]);
             mt_row_store(a->y, to, sums, C, dtype);
         }
         if (kept) mt_conv_keep(kept, mt_scratch_slice(scratch) + C * K, a, span, before, dtype);
     }
 }
-
-/* Channels [c, c + width) of a span in the backward of a convolution. */
-typedef struct mt_conv_channels {
-    const mt_conv_args *a;
-    const mt_span *span;
-    const float *before, *dafter; // the state before the span, and the gradient of the one after it; NULL: zeros
-    const float *w;               // [width, K]
-    int64_t c, width;
-    mt_dtype dtype;
-} mt_conv_channels;
 
 /* d[width] = the gradient of row t's sums, before SiLU. */
 static void mt_conv_dsums(float *d, const mt_conv_channels *b, int64_t t) {
@@ -18880,7 +18900,7 @@ static void mt_conv_dsums(float *d, const mt_conv_channels *b, int64_t t) {
     const float *dy = mt_row_load(scratch, a->dy, (b->span->q_start + t) * a->dy_stride + b->c, b->width, b->dtype);
     memcpy(d, dy, (size_t)b->width * sizeof *d);
     if (!a->silu) return;
-    mt_conv_sum(sums, scratch, a, b->span, b->before, b->w, t, b->c, b->width, b->dtype);
+    mt_conv_sum(sums, scratch, b, t);
     for (int64_t i = 0; i < b->width; i++) d[i] *= mt_silu_slope(1, sums[i]);
 }
 
@@ -18906,7 +18926,7 @@ static void mt_conv_backward_channels(const mt_conv_channels *b, float *dw, floa
         if (t < b->span->q_len) {
             mt_conv_dsums(d, b, t);
             for (int64_t j = 0; j < K; j++) {
-                const float *x = mt_conv_row(scratch, a, b->span, b->before, t - (K - 1 - j), b->c, width, b->dtype);
+                const float *x = mt_conv_row(scratch, b, t - (K - 1 - j));
                 for (int64_t i = 0; i < width && x; i++) dw[i * K + j] += d[i] * x[i];
             }
             for (int64_t i = 0; i < width; i++) dbias[i] += d[i];
@@ -20716,14 +20736,21 @@ typedef struct mt_key_list {
     int64_t count;
 } mt_key_list;
 
-/* rows[count, D] = columns [column, column + D) of x, of keys number first and on. */
-static void mt_load_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, const void *x,
-                         int64_t stride, int64_t column, int64_t D, mt_dtype dtype) {
+/* Columns [column, column + D) of x[..., stride]. */
+typedef struct mt_key_columns {
+    const void *x;
+    int64_t stride, column, D;
+    mt_dtype dtype;
+} mt_key_columns;
+
+/* rows[count, D] = the columns of keys number first and on. */
+static void mt_load_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, mt_key_columns of) {
     const mt_pages *pages = &keys->pages;
+    int64_t D = of.D;
     for (int64_t i = 0; i < count; i++) {
         int64_t row = keys->span->k_start + (keys->listed ? keys->listed[first + i] : first + i);
         if (pages->table) row = pages->table[row / pages->rows] * pages->rows + row % pages->rows;
-        const float *from = mt_row_load(rows + i * D, x, row * stride + column, D, dtype);
+        const float *from = mt_row_load(rows + i * D, of.x, row * of.stride + of.column, D, of.dtype);
         if (from != rows + i * D) memcpy(rows + i * D, from, (size_t)D * sizeof *rows);
     }
 }
@@ -20837,7 +20864,7 @@ static mt_indexer_query mt_indexer_open(const mt_indexer_args *a, int64_t t, boo
 /* query->k and query->products[H, columns] for keys number j0 and on. */
 static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64_t columns) {
     int64_t H = query->a->H, D = query->a->D;
-    mt_load_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
+    mt_load_keys(query->k, &query->keys, j0, columns, (mt_key_columns){query->a->k, D, 0, D, query->dtype});
     mt_matrix q = {.data = query->q, .stride = D}, k = {.data = query->k, .stride = D, .transposed = true};
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
@@ -21017,7 +21044,7 @@ static void mt_sparse_logits(float *logits, const mt_attention *call, const mt_k
     int64_t D = call->head_size, group = head / (call->num_heads / call->num_groups);
     for (int64_t j0 = 0, columns; j0 < keys->count; j0 += columns) {
         columns = mt_min(MT_KEYS, keys->count - j0);
-        mt_load_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
+        mt_load_keys(k_block, keys, j0, columns, (mt_key_columns){call->k, call->k_stride, group * D, D, dtype});
         mt_matmul(logits + j0, columns, (mt_matrix){.data = q, .stride = D},
                   (mt_matrix){.data = k_block, .stride = D, .transposed = true}, 1, columns, D, false);
     }
@@ -21072,7 +21099,8 @@ static void mt_cpu_sparse_attention_forward(const mt_sparse_attention *a, mt_dty
             memset(sums, 0, (size_t)Dv * sizeof *sums);
             for (int64_t j0 = 0, columns; j0 < keys.count; j0 += columns) {
                 columns = mt_min(MT_KEYS, keys.count - j0);
-                mt_load_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
+                mt_load_keys(rows, &keys, j0, columns,
+                             (mt_key_columns){call->v, call->v_stride, head / heads * Dv, Dv, dtype});
                 mt_matmul(sums, Dv, (mt_matrix){.data = p + j0, .stride = columns},
                           (mt_matrix){.data = rows, .stride = Dv}, 1, Dv, columns, true);
             }
@@ -21094,8 +21122,8 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     const float *out = mt_row_load(row + D, call->out, out_at, Dv, dtype);
     const float *dout = mt_row_load(row + D + Dv, call->dout, out_at, Dv, dtype);
     for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
-    mt_load_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
-    mt_load_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
+    mt_load_keys(k, &keys, 0, n, (mt_key_columns){call->k, call->k_stride, group * D, D, dtype});
+    mt_load_keys(v, &keys, 0, n, (mt_key_columns){call->v, call->v_stride, group * Dv, Dv, dtype});
     mt_matmul(p, n, (mt_matrix){.data = q, .stride = D}, (mt_matrix){.data = k, .stride = D, .transposed = true}, 1, n,
               D, false);
     mt_matmul(ds, n, (mt_matrix){.data = dout, .stride = Dv}, (mt_matrix){.data = v, .stride = Dv, .transposed = true},
