@@ -5381,8 +5381,8 @@ static void mt_fp8_begin(const mt_linear_pass *pass, const mt_linear *l, const m
     scratch->capacity = bytes * 9 / 8, scratch->base = ops->memory_alloc_ordered(scratch->capacity, pass->tp->stream);
 }
 
-/* How x, w or dy of a linear is quantized; R: rows of x. Where it returns rows, which lie in x, the operation that
- * computes x stores them; else the linear quantizes x. */
+/* The operands that quantize x, w or dy of a linear, which lies in x[R, ...]. If they have `rows`, these lie in x too:
+ * the operation that computes x stores it in fp8. Otherwise the linear quantizes x. */
 static mt_quantize_args mt_fp8_args(bool training, const mt_linear *l, mt_fp8_operand operand, const void *x, int64_t R,
                                     const int32_t *offsets) {
     const mt_fp8_linear *f = l ? l->fp8 : NULL;
@@ -5809,7 +5809,7 @@ static void mt_row_backward(const mt_product *whole, int halves) {
 
 /* ---- the functions for layers */
 
-/* A use of a linear; T is that of one that is not cut among ranks. */
+/* The product of a use of a linear; a column- or row-parallel linear then sets its own T. */
 static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
     return (mt_product){.pass = pass,
                         .tp = pass.tp,
@@ -6580,7 +6580,8 @@ static const mt_mixer_kind mt_variant_mixers[] = {
     [MT_VARIANT_KDA] = MT_MIXER_KDA,
 };
 
-/* The layer of an encoder-decoder. */
+/* The half of an encoder-decoder that has the layer. A layer of the decoder is two layers here: the second one has
+ * cross attention. */
 static void mt_layer_kind_of_half(mt_layer_kind *kind, const mt_options *o, int64_t layer) {
     int64_t row = layer - o->encoder_num_layers; // of the decoder
     kind->of_encoder = row < 0;
@@ -6820,8 +6821,8 @@ static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     return 0 MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
- * multi-token prediction. */
+/* The columns of tensor names, and each family's. REPEATED: names of the tensors that DeepSeek's files repeat in each
+ * module of multi-token prediction. */
 enum {
     MT_NAMES_LLAMA,
     MT_NAMES_GPT2,
@@ -7382,8 +7383,8 @@ static const struct {
     {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
 };
 
-/* The number of the layer with one half, in which Nemotron-H has a parameter of a module: the first one begins with the
- * projection, the last one ends with the norm. */
+/* Nemotron-H's files have a layer for each half of a module of multi-token prediction. The number of the layer that has
+ * this parameter: the first one begins with the projection, the last one ends with the norm. */
 static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
     const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
@@ -7477,7 +7478,7 @@ static void mt_param_join_tensor(mt_param_table *table) {
     }
 }
 
-/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+/* Reduces a parameter to part `index` of `parts` equal parts of its dimension `dim`. */
 static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
     int64_t *size = dim == 0 ? &param->rows : &param->cols;
     MT_CHECK(*size % parts == 0);
@@ -7501,7 +7502,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
 
-/* True for a matrix that an optimizer steps whole, as Megatron-Core chooses: of linears in layers, the router's too. */
+/* True for a matrix that an optimizer of matrices steps, as in Megatron-Core: of a layer's linear, or of a router. */
 static bool mt_param_is_matrix(const mt_param *param) {
     return mt_optimizer_rows[param->optimizer].steps == MT_STEPS_MATRICES;
 }
@@ -7520,7 +7521,7 @@ static bool mt_row_decays(const mt_options *o, const mt_role_row *row) {
     return row->cols != MT_DIM_ONE || (is_head_norm && o->apply_wd_to_qk_layernorm);
 }
 
-/* Layers of the half of an encoder-decoder that a layer is in, or of the model. */
+/* Number of layers in the half of an encoder-decoder that has this layer; of other models, of all layers. */
 static int64_t mt_layers_of_half(const mt_options *o, int64_t layer) {
     if (o->decoder_num_layers == 0) return o->num_layers;
     return layer < o->encoder_num_layers ? o->encoder_num_layers : o->decoder_num_layers;
@@ -7681,7 +7682,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
 }
 
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+/* Parameters begin at multiples of so many elements: at 16-byte loads of bf16, and at whole cache lines. */
 enum { MT_PARAM_ALIGNMENT = 64 };
 
 static int64_t mt_align(int64_t value) {
@@ -8748,7 +8749,7 @@ static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
-/* Rows of the cache between the first keys of two sequences, whole pages, and the number of such places, the last for
+/* Rows of the cache for one sequence, in whole pages; and the number of places for sequences, the last of them for
  * padding. */
 static int64_t mt_text_rows(int64_t max_length, int64_t page_rows) {
     return mt_divide_up(max_length, page_rows) * page_rows;
@@ -8951,7 +8952,8 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* True if q/k norm and RoPE write k and v to the cache in generation: in one kernel, for values as keys. */
+/* True if the kernel of q/k norm and RoPE also writes k and v to the cache in generation. It takes unscaled values that
+ * are as wide as keys. */
 static bool mt_qk_writes_cache(const mt_model *m, const mt_layer *w) {
     bool at_once = !mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
     return at_once && m->Dv == m->D && m->options->attention_value_scale == 1;
@@ -9141,7 +9143,7 @@ static double mt_mean_keys(const mt_options *o, double window) {
     return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
 }
 
-/* Of queries times keys and probabilities times values. */
+/* Multiplications per token of queries with keys, and of probabilities with values. */
 static double mt_core_attention_multiplications(const mt_options *o, double window) {
     double values = (double)mt_value_channels(o);
     return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mt_mean_keys(o, window);
@@ -9796,8 +9798,8 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* ---- the router */
 
-/* Turns counts[E] of this rank's micro-batch into the counts of the global batch up to it, in the order of samples: the
- * counts of a single rank that computes all micro-batches. */
+/* Replaces counts[E] of this rank's micro-batch by the counts of the global batch up to this micro-batch, in the order
+ * of samples: the counts of a single rank that computes all micro-batches. */
 static void mt_aux_loss_global_counts(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = m->experts;
     const mt_group *data = &m->grid->data;
@@ -11089,8 +11091,8 @@ static int64_t mt_span_of_token(const mt_batch *batch, int64_t s, int64_t t) {
     return s;
 }
 
-/* Tokens to the next place where a cut may be best: each of `most` adds `slope` to its error, and of equal errors that
- * nearest to the middle counts. */
+/* Tokens to the next place where a cut may be best, at most `most`. Each token adds `slope` to the cut's error; of
+ * places with equal errors, the one nearest to the middle is best. */
 static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t to_middle) {
     if (slope == 0) return to_middle > 0 ? mt_min(to_middle, most) : most;
     return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
@@ -11170,7 +11172,7 @@ typedef struct mt_ring_shift {
     mt_channel *to, *from;
 } mt_ring_shift;
 
-/* A piece of this rank: adjacent tokens, as many as there are between two cuts. */
+/* A piece of this rank: the adjacent tokens between two cuts. */
 typedef struct mt_piece {
     int64_t begin, end;      // in the whole micro-batch; they may be equal
     int before, after;       // ranks of the group with the adjacent pieces; -1: none
@@ -11257,7 +11259,7 @@ static int64_t mt_context_num_lists(const mt_context_plan *plan) {
     return plan->comm_type == MT_CP_ALL_GATHER ? 1 : plan->ring->size;
 }
 
-/* Rows of the longest copy. Contexts that share memory for batches of 1, 2, 4 ... ranks have this number in common. */
+/* Rows of the longest copy: the same number for all contexts of 1, 2, 4 ... ranks, which share memory. */
 static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
     return plan->max_tokens * (plan->ring->size > 1 ? plan->a2a->size : 1);
 }
@@ -12725,7 +12727,7 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Ranks over which a micro-batch of all its context ranks is divided evenly. */
+/* Number of ranks among which the tokens of a micro-batch are divided evenly. */
 static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
     return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
 }
@@ -12791,7 +12793,7 @@ static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_err
                         (long long)ranks, (long long)cp);
 }
 
-/* The encoder's part of a batch: as the decoder's, and a sequence for each of the decoder that is no padding. */
+/* Checks the encoder's part of a batch as the decoder's; each sequence of the decoder, except padding, has one here. */
 static int mt_batch_check_encoder(const mt_model *m, const mt_batch *batch, mt_error *error) {
     const mt_encoder_batch *e = &batch->encoder;
     int64_t T = e->num_tokens, V = m->options->vocab_size, parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1,
@@ -13004,8 +13006,8 @@ static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, boo
     mt_bucket_release(m, bucket);
 }
 
-/* True if no chunk of this rank before this one has layers of the encoder, or decoder: in a step, the last backward of
- * this one ends the sum of its biases' gradients. */
+/* True if this is the rank's first chunk with layers of the encoder, or of the decoder: its last backward of a step
+ * completes the gradients of the half's biases by distance. */
 static bool mt_half_begins(const mt_model *m, int64_t chunk, bool of_encoder) {
     for (int64_t before = 0; before < chunk; before++) {
         int64_t decoder = mt_decoder_begin(m, before);
@@ -13065,7 +13067,8 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_bucket_release(m, m->output_bucket);
 }
 
-/* The end of the unit of a chunk's layer: of the layers that one replay restores, or of all. */
+/* The end of a layer's unit of recomputation in a chunk: one replay restores the layers of a unit. Without full
+ * recomputation the layers of a chunk, or of each half of an encoder-decoder, are one unit. */
 static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
     const mt_layer *layers = m->layers + m->first_local[chunk];
     int64_t end = layer;
@@ -13620,8 +13623,8 @@ static int64_t mt_cuts_merge(int64_t *cuts, int64_t count, int64_t most) {
     return most;
 }
 
-/* Gives the ranks of a bucket's group shards that begin and end at matrices. The largest goes to the rank that has the
- * least in the buckets before: loads[size]. A rank has at most one range of each bucket. */
+/* Gives each rank of a bucket's group at most one shard, which begins and ends at matrices. The largest shard goes to
+ * the rank that has the fewest elements of the buckets before: loads[size]. */
 static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
     int64_t *cuts = mt_malloc((b->num_params + 1) * (int64_t)sizeof *cuts), size = b->group->size;
     int64_t count = mt_cuts_merge(cuts, mt_bucket_cuts(m, b, cuts), size);
@@ -13646,8 +13649,8 @@ static bool mt_layer_takes_fp8(const mt_options *o, int64_t number) {
            (number >= o->num_layers_at_start_in_bf16 && number < o->num_layers - o->num_layers_at_end_in_bf16);
 }
 
-/* Places of a bucket's parameters. --lora-base-dtype fp8: a byte for each element of a frozen linear; its parameters
- * stay without a gap. */
+/* Sets where in its bucket each parameter lies. With --lora-base-dtype fp8 an element of a frozen linear is a byte, and
+ * there is no gap between the linear's parameters. */
 static void mt_bucket_place(mt_model *m, mt_bucket *b) {
     const mt_options *o = m->options;
     int64_t size = mt_dtype_size(b->dtype), end = 0;
