@@ -7960,9 +7960,7 @@ struct mt_model {
     bool replays_routes;                   // it takes experts from there; else it writes them
     mt_routes *kept;                       // of the rows of the cache; NULL: not kept
     bool scores_squares;                   // see mt_model_score_squares
-    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
-    void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
-    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
+    struct mt_caches *caches;              // [num_layers]
     double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
@@ -8436,6 +8434,36 @@ typedef struct mt_mixer_widths {
     int64_t workspace_bytes;        // of the stream
 } mt_mixer_widths;
 
+/* The memory of a layer in generation. NULL: its mixer has no such cache. */
+typedef struct mt_caches {
+    void *k, *v;                      // [cache_rows, G D] and [cache_rows, G Dv]
+    void *indexer;                    // [cache_rows, D] keys of an indexer
+    void *memory;                     // [cache_sequences, max_inputs, G (D + Dv)] k and v of an encoder's output
+    float *rule_states, *conv_states; // [slots, state] of the rule or scan, and of the convolution
+} mt_caches;
+
+/* The rows of a cache: a token's, which sequences share and copy; a token's of an encoder's output, which belongs to
+ * one sequence; or a slot's, a state, of which each slot has a running one and one that it keeps. */
+typedef enum mt_cache_rows { MT_CACHE_OF_TOKENS, MT_CACHE_OF_MEMORY, MT_CACHE_OF_SLOTS } mt_cache_rows;
+
+typedef struct mt_cache {
+    size_t place; // offset in mt_caches
+    mt_cache_rows rows;
+    int64_t row_bytes;
+} mt_cache;
+
+/* The caches of a kind of mixer. */
+enum { MT_MAX_CACHES = 4 };
+typedef struct mt_cache_list {
+    int count;
+    mt_cache items[MT_MAX_CACHES];
+} mt_cache_list;
+
+static void mt_cache_add(mt_cache_list *list, size_t place, mt_cache_rows rows, int64_t row_bytes) {
+    MT_CHECK(list->count < MT_MAX_CACHES);
+    if (row_bytes > 0) list->items[list->count++] = (mt_cache){place, rows, row_bytes};
+}
+
 /* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
 typedef struct mt_block_kind {
     const char *name;
@@ -8451,8 +8479,10 @@ typedef struct mt_block_kind {
     bool may_leave_weight; // see mt_block_gradients
     size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
     /* mixers only */
-    bool attends; // generation caches keys and values; false: states, where it has such
+    bool attends; // to keys and values; false: it has states, or nothing of earlier tokens
     mt_mixer_widths (*widths)(const mt_model *m);
+    /* Adds the caches of earlier tokens in generation; NULL: none. */
+    void (*caches)(const mt_model *m, const mt_layer *w, mt_cache_list *list);
     void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
     /* Multiplications per token of a forward: of its linears, and between them. */
     double (*multiplications)(const mt_options *o, int64_t layer);
@@ -8820,7 +8850,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
-    if (w->kind.mixer == MT_MIXER_ATTENTION) call.bias = mt_layer_bias(m, w);
+    call.bias = mt_layer_bias(m, w);
     call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
@@ -8828,16 +8858,17 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
 
 /* Generation: attention reads the cache. With `writes` k and v are written to it here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
-    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv, layer = w - m->layers;
+    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv;
+    const mt_caches *caches = &m->caches[w - m->layers];
     if (writes) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
-                                            .to = m->k_cache[layer], .from_stride = call->k_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k, .to = caches->k,
+                                            .from_stride = call->k_stride},
                              m->dtype, p->stream);
-        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v,
-                                            .to = m->v_cache[layer], .from_stride = call->v_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v, .to = caches->v,
+                                            .from_stride = call->v_stride},
                              m->dtype, p->stream);
     }
-    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
+    call->k = caches->k, call->k_stride = k_width, call->v = caches->v, call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
@@ -8851,6 +8882,13 @@ static void mt_core_attention_forward(mt_model *m, const mt_pass *p, const mt_la
         mt_context_attention_forward(p->context, &call, p->stream);
     else
         mt_attend_forward(m->ops, &call, m->dtype, p->stream);
+}
+
+/* Keys and values of the tokens before. */
+static void mt_attention_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t size = mt_dtype_size(m->dtype);
+    mt_cache_add(list, offsetof(mt_caches, k), MT_CACHE_OF_TOKENS, w->G * m->D * size);
+    mt_cache_add(list, offsetof(mt_caches, v), MT_CACHE_OF_TOKENS, w->G * m->Dv * size);
 }
 
 /* Gradients d of q, k and v, from dattended. */
@@ -8914,7 +8952,7 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
     bool writes = p->decode && mt_qk_writes_cache(m);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (writes) qk.cache_rows = p->batch->cache_rows;
-    if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (writes) qk.k_cache = m->caches[w - m->layers].k, qk.v_cache = m->caches[w - m->layers].v;
     if (qk.rotation.R > 0 || qk.q_w || writes) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
@@ -9114,6 +9152,7 @@ static const mt_block_kind mt_attention_kind = {.name = "attention",
                                                 .last = offsetof(mt_layer, o),
                                                 .attends = true,
                                                 .widths = mt_attention_widths,
+                                                .caches = mt_attention_caches,
                                                 .scratch = mt_attention_scratch,
                                                 .multiplications = mt_attention_multiplications};
 
@@ -9299,6 +9338,7 @@ static const mt_block_kind mt_latent_kind = {.name = "latent attention",
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
                                              .widths = mt_latent_widths,
+                                             .caches = mt_attention_caches,
                                              .scratch = mt_latent_scratch,
                                              .multiplications = mt_latent_multiplications};
 
@@ -10666,6 +10706,17 @@ static mt_mixer_widths mt_largest_widths(const mt_model *m) {
         most.workspace_bytes = mt_max(most.workspace_bytes, z.workspace_bytes);
     }
     return most;
+}
+
+/* The caches of a layer, and the place of the pointer to one. */
+static mt_cache_list mt_layer_caches(const mt_model *m, const mt_layer *w) {
+    const mt_block_kind *kind = mt_mixer_kinds[w->kind.mixer];
+    mt_cache_list list = {.count = 0};
+    if (kind->caches) kind->caches(m, w, &list);
+    return list;
+}
+static void **mt_cache_place(const mt_model *m, int64_t layer, const mt_cache *cache) {
+    return (void **)(void *)((char *)&m->caches[layer] + cache->place);
 }
 
 /* A block of a layer: its kind, its parameters of norms, and the places of its values. */
@@ -14096,11 +14147,10 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
-/* Bytes of a row of a layer's indexer_cache; 0: it has no indexer. */
-static int64_t mt_indexer_key_bytes(const mt_model *m, int64_t layer) {
-    mt_layer_kind kind = m->layers[layer].kind;
-    bool has_indexer = kind.mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices;
-    return has_indexer ? m->options->dsa_indexer_head_dim * mt_dtype_size(m->dtype) : 0;
+/* Rows of a cache of a layer's list, of all states both the running one and the kept one. */
+static int64_t mt_cache_num_rows(const mt_model_plan *plan, mt_cache_rows rows) {
+    if (rows == MT_CACHE_OF_SLOTS) return 2 * mt_cache_slots(plan);
+    return rows == MT_CACHE_OF_MEMORY ? plan->cache_sequences * plan->max_inputs : plan->cache_rows;
 }
 
 /* Memory of the parts that may rest: this rank's parameters, gradients and the optimizer's states, by bucket; and the
@@ -14133,23 +14183,10 @@ static void mt_plan_buckets(mt_model *m) {
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer)) {
-            mt_mixer_widths z = mt_widths_of(m, mixer);
-            int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
-            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
-            continue;
-        }
-        if (mixer == MT_MIXER_CROSS_ATTENTION) { // k and v side by side, of places of max_inputs tokens
-            int64_t rows = m->plan.cache_sequences * m->plan.max_inputs * m->layers[layer].G;
-            m->k_cache[layer] = mt_arena_alloc(cache, rows * (m->D + m->Dv) * mt_dtype_size(m->dtype));
-            continue;
-        }
-        m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
-        m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
-        m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (int i = 0; i < list.count; i++)
+            *mt_cache_place(m, layer, &list.items[i]) =
+                mt_arena_alloc(cache, mt_cache_num_rows(&m->plan, list.items[i].rows) * list.items[i].row_bytes);
     }
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->mtp->cache[depth] = mt_arena_alloc(cache, m->plan.cache_rows * m->C * mt_dtype_size(m->dtype));
@@ -16901,10 +16938,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->num_params = mt_params_build(&m->params, o, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
-    m->k_cache = mt_model_calloc(m, 3 * m->num_layers * (int64_t)sizeof(void *));
-    m->v_cache = m->k_cache + m->num_layers, m->indexer_cache = m->v_cache + m->num_layers;
-    m->rule_states = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(float *));
-    m->conv_states = m->rule_states + m->num_layers;
+    m->caches = mt_model_calloc(m, m->num_layers * (int64_t)sizeof *m->caches);
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
@@ -17512,21 +17546,24 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     return out->logits;
 }
 
+/* Copies rows of all caches whose rows are these. */
+static void mt_caches_copy(mt_model *m, mt_cache_rows rows, int64_t to, int64_t from, int64_t count) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (const mt_cache *c = list.items; c < list.items + list.count; c++) {
+            char *cache = *mt_cache_place(m, layer, c);
+            if (c->rows != rows) continue;
+            m->ops->memory_copy(cache + to * c->row_bytes, cache + from * c->row_bytes, count * c->row_bytes,
+                                m->stream);
+        }
+    }
+}
+
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     if (m->kept)
         memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
                (size_t)mt_routes_size(m->options, copy->rows) * 4);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer) || mixer == MT_MIXER_CROSS_ATTENTION) continue; // a memory is of one sequence
-        int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
-        char *caches[] = {m->k_cache[layer], m->v_cache[layer], m->indexer_cache[layer]};
-        int64_t bytes[] = {row * m->D, row * m->Dv, mt_indexer_key_bytes(m, layer)};
-        for (int i = 0; i < 3; i++)
-            if (bytes[i] > 0)
-                m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
-                                    copy->rows * bytes[i], m->stream);
-    }
+    mt_caches_copy(m, MT_CACHE_OF_TOKENS, copy->to, copy->from, copy->rows);
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->ops->memory_copy(mt_at(m->mtp->cache[depth], copy->to * m->C, m->dtype),
                             mt_at(m->mtp->cache[depth], copy->from * m->C, m->dtype),
@@ -17534,17 +17571,9 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 }
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
-    int64_t slots = mt_cache_slots(&m->plan);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_widths z = mt_widths_of(m, m->layers[layer].kind.mixer);
-        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
-        int64_t elements[] = {z.rule_state, z.conv_state};
-        for (int i = 0; i < 2; i++)
-            if (elements[i] > 0)
-                m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
-                                    states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i],
-                                    elements[i] * 4, m->stream);
-    }
+    int64_t slots = mt_cache_slots(&m->plan); // the kept states follow the running ones
+    mt_caches_copy(m, MT_CACHE_OF_SLOTS, copy->to + (copy->to_kept ? slots : 0),
+                   copy->from + (copy->from_kept ? slots : 0), 1);
 }
 
 /* ==== §16 generation ============================================================================================== */
@@ -19571,6 +19600,13 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
 
+/* A state of the rule or scan and one of the convolution for each slot. */
+static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_mixer_widths z = mt_widths_of(m, w->kind.mixer);
+    mt_cache_add(list, offsetof(mt_caches, rule_states), MT_CACHE_OF_SLOTS, z.rule_state * 4);
+    mt_cache_add(list, offsetof(mt_caches, conv_states), MT_CACHE_OF_SLOTS, z.conv_state * 4);
+}
+
 static mt_states mt_states_of(const mt_model *m, float *memory) {
     return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
 }
@@ -19581,7 +19617,7 @@ static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -19597,7 +19633,7 @@ static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt
     d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
     if (z.by_channel) d.decays = z.Dk, d.a = a->kda_f, d.a_stride = d.da_stride = z.Hv * z.Dk;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
-    if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) d.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return d;
     d.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     d.maps = m->scratch.rule_maps, d.dmaps = m->scratch.drule_maps;
@@ -19682,7 +19718,7 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
-    if (w->kind.mixer == MT_MIXER_KDA) mt_kda_gates_forward(p, w, a, x);
+    if (mt_delta_sizes_of(m).by_channel) mt_kda_gates_forward(p, w, a, x);
     mt_conv_carry_states(m, p, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_delta_carry_states(m, p, &rule, false);
@@ -19796,6 +19832,7 @@ static const mt_block_kind mt_delta_kind = {.name = "gated delta net",
                                             .backward = mt_delta_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_delta_widths,
+                                            .caches = mt_state_caches,
                                             .multiplications = mt_delta_multiplications,
                                             .check_limits = mt_delta_check_limits};
 
@@ -19805,6 +19842,7 @@ static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
                                           .backward = mt_delta_backward,
                                           .last = offsetof(mt_layer, o),
                                           .widths = mt_delta_widths,
+                                          .caches = mt_state_caches,
                                           .scratch = mt_kda_scratch,
                                           .multiplications = mt_kda_multiplications,
                                           .check_limits = mt_kda_check_limits};
@@ -19845,7 +19883,7 @@ static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->short_x, conv.y = a->conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     conv.x_stride = conv.y_stride = conv.dx_stride = conv.dy_stride = width;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -19917,6 +19955,7 @@ static const mt_block_kind mt_short_kind = {.name = "gated short convolution",
                                             .backward = mt_short_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_short_widths,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_short_scratch,
                                             .multiplications = mt_short_multiplications};
 
@@ -20374,7 +20413,7 @@ static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -20391,7 +20430,7 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dA_log = w->A_log.dw, s.dD = w->mamba_d.dw, s.ddt_bias = w->dt_bias.dw;
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
-    if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) s.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return s;
     s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
@@ -20522,6 +20561,7 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .backward = mt_mamba_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_mamba_widths,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
                                             .check_limits = mt_mamba_check_limits};
@@ -21127,7 +21167,8 @@ static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, cons
 
 /* a->selected from x[R, C] and the latent of queries. */
 static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
-    int64_t D = m->options->dsa_indexer_head_dim, layer = w - m->layers;
+    int64_t D = m->options->dsa_indexer_head_dim;
+    void *cache = m->caches[w - m->layers].indexer;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
     mt_rope_args q_rope = mt_indexer_rope(m, p, w, a->indexer_q, m->options->dsa_indexer_n_heads);
     mt_rope_args k_rope = mt_indexer_rope(m, p, w, a->indexer_k, 1);
@@ -21140,10 +21181,10 @@ static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_indexer_args call = mt_indexer_call(m, p, a);
     call.attention_q = a->q, call.attention_q_stride = m->H * m->D;
     if (p->decode) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
-                                            .to = m->indexer_cache[layer], .from_stride = D},
-                             m->dtype, p->stream);
-        call.k = m->indexer_cache[layer];
+        m->ops->scatter_rows(
+            &(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k, .to = cache, .from_stride = D},
+            m->dtype, p->stream);
+        call.k = cache;
         if (m->plan.page_rows > 0)
             call.pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
     } else {
@@ -21326,6 +21367,13 @@ static double mt_sparse_multiplications(const mt_options *o, int64_t layer) {
     return linears + mt_core_attention_multiplications(o, (double)o->dsa_indexer_topk);
 }
 
+/* Those of attention, and keys of the indexer. */
+static void mt_sparse_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t width = w->kind.shares_indices ? 0 : m->options->dsa_indexer_head_dim;
+    mt_attention_caches(m, w, list);
+    mt_cache_add(list, offsetof(mt_caches, indexer), MT_CACHE_OF_TOKENS, width * mt_dtype_size(m->dtype));
+}
+
 static int mt_sparse_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
@@ -21348,6 +21396,7 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
                                              .widths = mt_sparse_widths,
+                                             .caches = mt_sparse_caches,
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
                                              .check = mt_sparse_check};
@@ -21386,12 +21435,19 @@ static int64_t mt_memory_width(const mt_model *m, const mt_layer *w) {
     return w->G * (m->D + m->Dv);
 }
 
+/* k and v of the memory of a sequence, side by side. */
+static void mt_cross_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_cache_add(list, offsetof(mt_caches, memory), MT_CACHE_OF_MEMORY,
+                 mt_memory_width(m, w) * mt_dtype_size(m->dtype));
+}
+
 /* q[T, H, D], and k and v side by side in kv[tokens of the encoder, G (D + Dv)], or their gradients. */
 static mt_attention mt_cross_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     int64_t k_width = w->G * m->D;
     mt_qkv_view view = {a->cross_q, a->cross_kv, mt_at(a->cross_kv, k_width, m->dtype), m->H * m->D, 0};
     mt_attention call = mt_attention_call(m, p, w, a, view);
     call.k_stride = call.v_stride = mt_memory_width(m, w), call.k_index = p->mb->encoder.batch.token_index;
+    call.bias = (mt_relative_bias){0}; // no distance is between tokens of two lists
     call.spans =
         (mt_spans){.host = p->mb->encoder.host_cross, .device = p->mb->batch.cross_spans, .count = p->spans.count};
     return call;
@@ -21404,7 +21460,7 @@ static void mt_cross_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->cross_q, x, a->cross_q);
     if (!p->decode) mt_layer_linear_forward(&encoder, a, &w->cross_kv, p->mb->encoder.output.norm.y, a->cross_kv);
     mt_attention call = mt_cross_call(m, p, w, a);
-    if (p->decode) call.k = m->k_cache[w - m->layers], call.v = mt_at(m->k_cache[w - m->layers], w->G * m->D, m->dtype);
+    if (p->decode) call.k = m->caches[w - m->layers].memory, call.v = mt_at(call.k, w->G * m->D, m->dtype);
     mt_attend_forward(m->ops, &call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -21450,7 +21506,7 @@ static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t sl
     for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
         const mt_layer *w = &m->layers[i];
         if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        void *place = mt_at(m->caches[i].memory, slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
         mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
         mt_bucket_acquire(m, w->bucket);
         mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
@@ -21507,6 +21563,7 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .last = offsetof(mt_layer, o),
                                             .attends = true,
                                             .widths = mt_cross_widths,
+                                            .caches = mt_cross_caches,
                                             .multiplications = mt_cross_multiplications,
                                             .check = mt_cross_check};
 
