@@ -607,15 +607,42 @@ typedef enum mt_head_type {
     MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
 } mt_head_type;
 
-/* Mixers in place of attention (--experimental-attention-variant). */
+/* Mixers of layers, one row each: the name; its row mt_NAME_kind of megatron.c; its letter in
+ * --hybrid-override-pattern, 0: none; its type of layer in config.json; the option that decides on it, for messages;
+ * and the name of the
+ * --experimental-attention-variant that the layers of --linear-attention-freq have. */
+#define MT_VARIANT_MIXERS(X)                                                                                           \
+    X(GATED_DELTA_NET, delta, 0, "linear_attention", "--linear-attention-freq", "gated_delta_net")                     \
+    X(SHORT_CONV, short, 0, "conv", "--linear-attention-freq", "short_conv") /* gated, as in LFM2 */                   \
+    X(MAMBA2, mamba, 'M', "linear_attention", "--hybrid-override-pattern", "mamba2")                                   \
+    X(KDA, kda, 0, "linear_attention", "--linear-attention-freq", "kda") /* Kimi delta attention */
+#define MT_MIXERS(X)                                                                                                   \
+    X(ATTENTION, attention, '*', "full_attention", "--hybrid-override-pattern", "")                                    \
+    X(LATENT_ATTENTION, latent, 0, "full_attention", "--multi-latent-attention", "")                                   \
+    MT_VARIANT_MIXERS(X)                                                                                               \
+    X(SPARSE_ATTENTION, sparse, 0, "indexed_attention", "--experimental-attention-variant", "")                        \
+    X(CROSS_ATTENTION, cross, 0, "", "--decoder-num-layers", "") /* of a decoder, over the output of the encoder */    \
+    X(NONE, no, 0, "", "--hybrid-override-pattern", "")
+#define MT_MIXER_NAME(name, ...) MT_MIXER_##name,
+typedef enum mt_mixer_kind { MT_MIXERS(MT_MIXER_NAME) MT_NUM_MIXERS } mt_mixer_kind;
+
+/* Feed-forwards of layers, likewise. The type of layer is that of a layer without a mixer. */
+#define MT_FEED_FORWARDS(X)                                                                                            \
+    X(DENSE, mlp, '-', "mlp", "--moe-layer-freq")                                                                      \
+    X(EXPERTS, experts, 'E', "moe", "--moe-layer-freq")                                                                \
+    X(NONE, no, 0, "", "--hybrid-override-pattern")
+#define MT_FEED_FORWARD_NAME(name, ...) MT_FEED_FORWARD_##name,
+typedef enum mt_feed_forward_kind { MT_FEED_FORWARDS(MT_FEED_FORWARD_NAME) MT_NUM_FEED_FORWARDS } mt_feed_forward_kind;
+
+/* Mixers in place of attention (--experimental-attention-variant), in the order of MT_VARIANT_NAMES. */
+#define MT_VARIANT_NAME(name, ...)                                MT_VARIANT_##name,
+#define MT_VARIANT_TEXT(name, row, letter, type, option, variant) variant "|"
+#define MT_VARIANT_NAMES                                          MT_VARIANT_MIXERS(MT_VARIANT_TEXT) "gdn"
 typedef enum mt_attention_variant {
     MT_VARIANT_NONE,
-    MT_VARIANT_GATED_DELTA_NET,
-    MT_VARIANT_GDN,        // its other name in Megatron-LM, until options are finished
-    MT_VARIANT_SHORT_CONV, // a gated short convolution, as in LFM2
-    MT_VARIANT_MAMBA2,
-    MT_VARIANT_KDA, // Kimi delta attention
-    MT_VARIANT_DSA  // sparse attention: latent attention over keys that an indexer selects
+    MT_VARIANT_DSA, // sparse attention: latent attention over keys that an indexer selects; all layers have it
+    MT_VARIANT_MIXERS(MT_VARIANT_NAME)
+        MT_VARIANT_GDN // the gated delta net's other name in Megatron-LM, until options are finished
 } mt_attention_variant;
 
 /* Lengths of the schedules of learning rate and weight decay, in samples. */
@@ -879,6 +906,18 @@ typedef struct mt_constraint {
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
 #define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
 
+/* `a` must be a multiple of `b`, or where a row allows it a divisor; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name; // NULL: a plain number
+    int64_t b;
+    const char *advice; // NULL: none
+    bool or_divisor;
+} mt_multiple;
+int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error);
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
 /* From the options, or from the checkpoint that a run continues. */
 mt_durations mt_options_durations(const mt_options *options);
 
@@ -895,28 +934,12 @@ double mt_aux_loss_coeff(const mt_options *options, mt_load_balancing type);
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
-/* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
-typedef enum mt_mixer_kind {
-    MT_MIXER_ATTENTION,
-    MT_MIXER_LATENT_ATTENTION,
-    MT_MIXER_GATED_DELTA_NET,
-    MT_MIXER_SHORT_CONV,
-    MT_MIXER_MAMBA2,
-    MT_MIXER_KDA,
-    MT_MIXER_SPARSE_ATTENTION,
-    MT_MIXER_CROSS_ATTENTION, // of a decoder, over the output of the encoder
-    MT_MIXER_NONE
-} mt_mixer_kind;
-typedef enum mt_feed_forward_kind {
-    MT_FEED_FORWARD_DENSE,
-    MT_FEED_FORWARD_EXPERTS,
-    MT_FEED_FORWARD_NONE
-} mt_feed_forward_kind;
 typedef enum mt_layer_rope {
     MT_ROPE_NONE,
     MT_ROPE_MODEL, // --rotary-base with the model's scaling
     MT_ROPE_WINDOW // --window-rotary-base, not scaled
 } mt_layer_rope;
+/* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
 typedef struct mt_layer_kind {
     mt_mixer_kind mixer;
     mt_feed_forward_kind feed_forward;
@@ -934,16 +957,26 @@ double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
  * but with attention even if that one has another mixer; or, with hybrid_layers, what mtp_hybrid_layers says. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
+/* The mixer and the feed-forward of `count` letters of a hybrid pattern: one letter for each half that the layer has,
+ * the mixer's first. Returns false if they are not. */
+bool mt_layer_kind_read(mt_layer_kind *kind, const char *letters, int64_t count);
+/* Its type in config.json, a window apart. */
+const char *mt_layer_type(const mt_layer_kind *kind);
+/* True if `layers`, a list of letters '0' and '1' as moe_layers, names this layer; NULL names none. */
+bool mt_layer_listed(const char *layers, int64_t layer);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* The name in messages. */
+const char *mt_mixer_name(mt_mixer_kind mixer);
 /* True if a mixer attends to keys and values; others have states, or are none. */
 bool mt_mixer_attends(mt_mixer_kind mixer);
-/* Multiplications per token of a layer's mixer in a forward, over sequences of --seq-length, as Megatron counts them.
- */
-double mt_mixer_multiplications(const mt_options *options, int64_t layer);
+/* True if generation computes a token by the same sums as training, bit for bit on the CPU. */
+bool mt_mixer_is_bitwise(mt_mixer_kind mixer);
+/* Multiplications per token of a layer in a forward, over sequences of --seq-length, as Megatron counts them. */
+double mt_layer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */

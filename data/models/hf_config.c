@@ -2296,17 +2296,11 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
     int64_t full = 0;
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_layer_kind kind = mt_layer_kind_of(o, i);
-        bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
+        bool has_experts = mt_layer_has_experts(o, i);
         if (full == i && kind.window == 0) full++;
-        const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
-        bool is_linear =
-            kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_MAMBA2 || kind.mixer == MT_MIXER_KDA;
-        if (is_linear) attention = "linear_attention";
-        if (kind.mixer == MT_MIXER_NONE) attention = has_experts ? "moe" : "mlp";
-        if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
-        if (kind.mixer == MT_MIXER_SPARSE_ATTENTION) attention = "indexed_attention";
+        const char *type = kind.window > 0 ? "sliding_attention" : mt_layer_type(&kind);
         json_array_append_new(indexers, json_string(kind.shares_indices ? "shared" : "full"));
-        json_array_append_new(types, json_string(attention));
+        json_array_append_new(types, json_string(type));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
@@ -2375,7 +2369,7 @@ static void mt_config_write_mamba(json_t *root, uint64_t mask, const mt_options 
 static void mt_config_write_kda(json_t *root, const mt_options *o) {
     json_t *linear = json_object(), *kda = json_array(), *full = json_array();
     for (int64_t i = 0; i < o->num_layers; i++)
-        json_array_append_new(mt_layer_kind_of(o, i).mixer == MT_MIXER_KDA ? kda : full, json_integer(i + 1));
+        json_array_append_new(mt_mixer_attends(mt_layer_kind_of(o, i).mixer) ? full : kda, json_integer(i + 1));
     json_object_set_new(linear, "kda_layers", kda), json_object_set_new(linear, "full_attn_layers", full);
     mt_json_set_int(linear, "head_dim", o->linear_key_head_dim);
     mt_json_set_int(linear, "num_heads", o->linear_num_key_heads);
