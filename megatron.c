@@ -394,8 +394,9 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
     };
 }
 
-#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
-const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+#define MT_ACTIVATION_ROW(name, function, gated, flag, names) {gated, offsetof(mt_options, flag), names},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {{false, 0, "gelu"},
+                                                                  MT_CHOSEN_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
 mt_activation mt_options_activation(const mt_options *o) {
     int activation = MT_NUM_ACTIVATIONS - 1;

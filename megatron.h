@@ -535,16 +535,19 @@ typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
- * layer computes f(gate) * up; the field of mt_options that selects it (none for the default); its names in
- * config.json, the first of them written. */
+ * layer computes f(gate) * up; the flag of mt_options that selects it, which this list declares; its names in
+ * config.json, the first of them written. GELU is the default. */
+#define MT_CHOSEN_ACTIVATIONS(X)                                                                                       \
+    X(GELU_TANH, gelu_tanh, false, openai_gelu, "gelu_new|gelu_pytorch_tanh")                                          \
+    X(RELU, relu, false, relu, "relu")                                                                                 \
+    X(SQUARED_RELU, squared_relu, false, squared_relu, "relu2")                                                        \
+    X(GEGLU, gelu_tanh, true, geglu, "gelu_pytorch_tanh|gelu_new")                                                     \
+    X(SWIGLU, silu, true, swiglu, "silu|swish")                                                                        \
+    X(QUICK_GEGLU, quick_gelu, true, quick_geglu, "quick_gelu")
+#define MT_ACTIVATION_FLAG(name, function, gated, flag, names) bool flag;
 #define MT_ACTIVATIONS(X)                                                                                              \
-    X(GELU, gelu, false, 0, "gelu")                                                                                    \
-    X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
-    X(RELU, relu, false, offsetof(mt_options, relu), "relu")                                                           \
-    X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
-    X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
-    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")                                                  \
-    X(QUICK_GEGLU, quick_gelu, true, offsetof(mt_options, quick_geglu), "quick_gelu")
+    X(GELU, gelu, false, no_flag, "gelu")                                                                              \
+    MT_CHOSEN_ACTIVATIONS(X)
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -685,7 +688,7 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size;
-    bool swiglu, geglu, quick_geglu, openai_gelu, squared_relu, relu;
+    MT_CHOSEN_ACTIVATIONS(MT_ACTIVATION_FLAG)
     double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_qkv_bias;

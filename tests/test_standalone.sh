@@ -92,15 +92,15 @@ list_calls() {
     }' | sort -u
 }
 
-# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, as an activation's flag,
-# or, for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
+# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, or, for the limits of
+# waiting, by the hooks of mt_watch. Fields that a list declares are read by its rows. Options that only data/ reads are
+# in mt_run_options.
 stack_reads_its_options() {
     sed -n '/^typedef struct mt_options {/,/^} mt_options;/p' megatron.h |
-        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' |
+        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' -e '/^ *MT_/d' |
         sed -e 's/ \*/ /g' -e 's/\[[0-9]*\]//g' -e 's/^ *[a-z_0-9]* //' |
         tr -s ',; \n' '\n' | grep -v '^$' >"$work/fields"
     { sed '/^mt_options mt_options_plain/,/^}/d' megatron.c | grep -o '[>.][a-z_0-9]*' | cut -c2-
-        grep -o 'offsetof(mt_options, [a-z_0-9]*' megatron.h | sed 's/.* //'
         printf '%s\n' distributed_timeout_minutes distributed_timeout_seconds save_timeout_seconds; } |
         sort -u >"$work/read"
     [ "$(wc -l <"$work/fields")" -gt 150 ] && ! grep -vxF -f "$work/read" "$work/fields"
