@@ -10736,6 +10736,10 @@ const char *mt_mixer_name(mt_mixer_kind mixer) {
     return mt_mixer_kinds[mixer]->name;
 }
 
+const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward) {
+    return mt_feed_forward_kinds[feed_forward]->name;
+}
+
 bool mt_mixer_is_bitwise(mt_mixer_kind mixer) {
     return mt_mixer_kinds[mixer]->is_bitwise;
 }

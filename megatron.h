@@ -972,8 +972,9 @@ mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
-/* The name in messages. */
+/* Their names in messages. */
 const char *mt_mixer_name(mt_mixer_kind mixer);
+const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward);
 /* True if a mixer attends to keys and values; others have states, or are none. */
 bool mt_mixer_attends(mt_mixer_kind mixer);
 /* True if generation computes a token by the same sums as training, bit for bit on the CPU. */

@@ -197,6 +197,18 @@ static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+/* The letters of layers with one half: "* (attention), - (MLP)". */
+static void mt_half_letters_print(char text[200]) {
+    size_t length = 0;
+    for (char letter = 1; letter < 127 && length < 200; letter++) {
+        mt_layer_kind half;
+        if (!mt_layer_kind_read(&half, &letter, 1)) continue;
+        bool has_mixer = half.mixer != MT_MIXER_NONE;
+        length += (size_t)snprintf(text + length, 200 - length, "%s%c (%s)", length > 0 ? ", " : "", letter,
+                                   has_mixer ? mt_mixer_name(half.mixer) : mt_feed_forward_name(half.feed_forward));
+    }
+}
+
 /* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
  * model of config.json that is given fewer layers keeps the first ones. */
 static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
@@ -217,11 +229,12 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
                             : *other == 'D' ? "sparse attention"
                                             : "latent attention",
                             *other);
-    if (*other || count == 0)
-        return mt_error_set(error,
-                            "--hybrid-override-pattern expects a letter for each layer, M (Mamba-2), * (attention), - "
-                            "(MLP) or E (experts), got '%.100s'",
-                            pattern);
+    if (*other || count == 0) {
+        char letters[200];
+        mt_half_letters_print(letters);
+        return mt_error_set(error, "--hybrid-override-pattern expects a letter for each layer of %s, got '%.100s'",
+                            letters, pattern);
+    }
     if (count < layers || (count > layers && MT_GIVEN(o, hybrid_override_pattern)))
         return mt_error_set(error,
                             "--hybrid-override-pattern has %lld letters, and --num-layers is %lld; make them equal",
