@@ -394,8 +394,9 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
     };
 }
 
-#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
-const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+#define MT_ACTIVATION_ROW(name, function, gated, flag, names) {gated, offsetof(mt_options, flag), names},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {{false, 0, "gelu"},
+                                                                  MT_CHOSEN_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
 mt_activation mt_options_activation(const mt_options *o) {
     int activation = MT_NUM_ACTIVATIONS - 1;
@@ -414,6 +415,16 @@ static bool mt_options_gated(const mt_options *o) {
     return mt_activation_rows[mt_options_activation(o)].gated;
 }
 
+int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (const mt_multiple *row = rows; row < rows + count; row++)
+        if (row->a % row->b != 0 && !(row->or_divisor && row->b % row->a == 0))
+            return mt_error_set(error, "%s %lld must be a multiple%s of %s%s%lld%s%s", row->a_name, (long long)row->a,
+                                row->or_divisor ? " or a divisor" : "", row->b_name ? row->b_name : "",
+                                row->b_name ? " " : "", (long long)row->b, row->advice ? "; " : "",
+                                row->advice ? row->advice : "");
+    return 0;
+}
+
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error) {
     for (const mt_constraint *c = constraints; c < constraints + count; c++) {
         const long long *n = c->numbers;
@@ -421,6 +432,10 @@ int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_erro
     }
     return 0;
 }
+
+/* True if a mixer's, or the model's, queries, keys and values come from latents: in its row. */
+static bool mt_mixer_is_latent(mt_mixer_kind mixer); // these two: §9g
+static bool mt_is_latent(const mt_options *o);
 
 /* A limit of 0 is none. */
 static bool mt_exceeds(int64_t value, int64_t limit) {
@@ -432,7 +447,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 /* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, Dv = mt_value_channels(o);
-    bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
+    bool trains = o->num_iterations > 0, latent = mt_is_latent(o);
     bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
     const mt_constraint rules[] = {
         {l->cudnn_tokens == 0, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
@@ -478,11 +493,15 @@ static bool mt_has_router_loss(const mt_options *o) {
 }
 
 int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
+    return mt_is_latent(o) ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
 }
 
 int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
-    bool has_attention = mt_has_mixer(o, MT_MIXER_ATTENTION);
+    bool has_groups = false; // heads of keys and values, which latents do not have
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_mixer_kind mixer = mt_layer_kind_of(o, i).mixer;
+        has_groups |= mt_mixer_attends(mixer) && !mt_mixer_is_latent(mixer);
+    }
     const struct {
         const char *name;
         bool needed;
@@ -490,8 +509,8 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     } sizes[] = {{"num_layers", true, (double)o->num_layers},
                  {"hidden_size", true, (double)o->hidden_size},
                  {"num_attention_heads", true, (double)o->num_attention_heads},
-                 {"num_query_groups", has_attention, (double)o->num_query_groups},
-                 {"kv_channels", has_attention, (double)o->kv_channels},
+                 {"num_query_groups", has_groups, (double)o->num_query_groups},
+                 {"kv_channels", has_groups, (double)o->kv_channels},
                  {"ffn_hidden_size", mt_num_dense_layers(o) > 0, (double)o->ffn_hidden_size},
                  {"vocab_size", true, (double)o->vocab_size},
                  {"padded_vocab_size", true, (double)o->padded_vocab_size},
@@ -516,14 +535,12 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     return 0;
 }
 
-static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
+static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
 
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
-    int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    int64_t D = o->kv_channels;
     int64_t of_tower = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1); // channels of a head; or 0
-    bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
-    bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
+    bool latent = mt_is_latent(o);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -546,17 +563,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
              mt_exceeds(o->relative_attention_num_buckets, l->bias_buckets),
          "--relative-attention-num-buckets is %lld, and attention on this device has biases for at most %lld buckets",
          {o->relative_attention_num_buckets, l->bias_buckets}},
-        {E > 0 && mt_exceeds(k, l->router_topk),
-         "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
-         {k, l->router_topk}},
-        {mt_exceeds(mt_divide_up(E, 32) * 32 + groups, l->experts),
-         "--num-experts is %lld, and routers on this device have at most %lld experts with --moe-router-num-groups "
-         "%lld",
-         {E, l->experts - groups, o->moe_router_num_groups}},
-        {has_aux_loss && mt_exceeds(E, l->aux_loss_experts),
-         "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
-         "experts",
-         {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 runs on the CPU only so far: no GPU before Blackwell multiplies by blocks of 32, and for "
@@ -572,12 +578,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
          "most %lld channels",
          {of_tower, l->head_channels}},
-        {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
-         "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
-         "experts",
-         {E, l->sinkhorn_experts}},
     };
-    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_mixers_check_limits(o, l, error)) return -1;
+    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_kinds_check_limits(o, l, error)) return -1;
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
@@ -4347,12 +4349,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
-/* Key heads of linear attention, or groups of Mamba-2: one mixer of these kinds per model. */
-static int64_t mt_linear_key_heads(const mt_options *o) {
-    if (mt_has_mixer(o, MT_MIXER_MAMBA2)) return o->mamba_num_groups;
-    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
-    return has_delta ? o->linear_num_key_heads : 0;
-}
+static int64_t mt_linear_key_heads(const mt_options *o); // §9g
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
@@ -6528,7 +6525,7 @@ static unsigned mt_layer_norms(const mt_options *o, const mt_layer_kind *kind) {
     if (kind->mixer == MT_MIXER_NONE) norms &= ~(1u << MT_NORM_MIXER_IN | 1u << MT_NORM_MIXER_OUT);
     if (kind->feed_forward == MT_FEED_FORWARD_NONE)
         norms &= ~(1u << MT_NORM_FEED_FORWARD_IN | 1u << MT_NORM_FEED_FORWARD_OUT);
-    if (!mt_mixer_attends(kind->mixer) || !o->qk_layernorm || o->multi_latent_attention) return norms;
+    if (!mt_mixer_attends(kind->mixer) || !o->qk_layernorm || mt_mixer_is_latent(kind->mixer)) return norms;
     return norms | 1u << (o->qk_layernorm_all_heads ? MT_NORM_ALL_HEADS : MT_NORM_HEADS);
 }
 
@@ -6552,15 +6549,11 @@ static unsigned mt_any_norms(const mt_options *o) {
 /* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
 static bool mt_has_rope(const mt_options *o) {
     bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && mt_is_latent(o));
 }
 
 bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
-}
-
-static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
-    return mixer == MT_MIXER_LATENT_ATTENTION || mixer == MT_MIXER_SPARSE_ATTENTION;
 }
 
 /* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
@@ -6572,46 +6565,69 @@ static bool mt_shares_indices(const mt_options *o, int64_t layer) {
 }
 
 /* The mixer of the layers in linear_layers. */
-static const mt_mixer_kind mt_variant_mixers[] = {
-    [MT_VARIANT_GATED_DELTA_NET] = MT_MIXER_GATED_DELTA_NET,
-    [MT_VARIANT_GDN] = MT_MIXER_GATED_DELTA_NET,
-    [MT_VARIANT_SHORT_CONV] = MT_MIXER_SHORT_CONV,
-    [MT_VARIANT_MAMBA2] = MT_MIXER_MAMBA2,
-    [MT_VARIANT_KDA] = MT_MIXER_KDA,
-};
+#define MT_VARIANT_MIXER(name, ...) [MT_VARIANT_##name] = MT_MIXER_##name,
+static const mt_mixer_kind mt_variant_mixers[] = {MT_VARIANT_MIXERS(MT_VARIANT_MIXER)[MT_VARIANT_GDN] =
+                                                      MT_MIXER_GATED_DELTA_NET};
 
-/* The half of an encoder-decoder that has the layer. A layer of the decoder is two layers here: the second one has
- * cross attention. */
+/* The mixer of the layers that no list gives another one. */
+static mt_mixer_kind mt_common_mixer(const mt_options *o) {
+    if (o->experimental_attention_variant == MT_VARIANT_DSA) return MT_MIXER_SPARSE_ATTENTION;
+    return o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION;
+}
+
+/* The half of an encoder-decoder that has the layer. A layer of the decoder is two layers here: the first one has
+ * attention, the second one cross attention and the feed-forward. */
 static void mt_layer_kind_of_half(mt_layer_kind *kind, const mt_options *o, int64_t layer) {
     int64_t row = layer - o->encoder_num_layers; // of the decoder
     kind->of_encoder = row < 0;
+    if (row >= 0 && row % 2 == 0) kind->feed_forward = MT_FEED_FORWARD_NONE;
     if (row >= 0 && row % 2 == 1) kind->mixer = MT_MIXER_CROSS_ATTENTION;
+}
+
+#define MT_MIXER_LETTER(name, row, letter, ...)        [MT_MIXER_##name] = letter,
+#define MT_FEED_FORWARD_LETTER(name, row, letter, ...) [MT_FEED_FORWARD_##name] = letter,
+static const char mt_mixer_letters[MT_NUM_MIXERS] = {MT_MIXERS(MT_MIXER_LETTER)};
+static const char mt_feed_forward_letters[MT_NUM_FEED_FORWARDS] = {MT_FEED_FORWARDS(MT_FEED_FORWARD_LETTER)};
+
+bool mt_layer_kind_read(mt_layer_kind *kind, const char *letters, int64_t count) {
+    const char *at = count > 0 && *letters ? memchr(mt_mixer_letters, *letters, MT_NUM_MIXERS) : NULL;
+    kind->mixer = at ? (mt_mixer_kind)(at - mt_mixer_letters) : MT_MIXER_NONE;
+    kind->feed_forward = MT_FEED_FORWARD_NONE;
+    if (at) letters++, count--;
+    if (count == 0) return at != NULL;
+    at = memchr(mt_feed_forward_letters, *letters, MT_NUM_FEED_FORWARDS);
+    if (at) kind->feed_forward = (mt_feed_forward_kind)(at - mt_feed_forward_letters);
+    return at && count == 1 && *letters;
+}
+
+#define MT_MIXER_TYPE(name, row, letter, type, ...)        [MT_MIXER_##name] = type,
+#define MT_FEED_FORWARD_TYPE(name, row, letter, type, ...) [MT_FEED_FORWARD_##name] = type,
+const char *mt_layer_type(const mt_layer_kind *kind) {
+    static const char *const mixers[] = {MT_MIXERS(MT_MIXER_TYPE)};
+    static const char *const feed_forwards[] = {MT_FEED_FORWARDS(MT_FEED_FORWARD_TYPE)};
+    return kind->mixer == MT_MIXER_NONE ? feed_forwards[kind->feed_forward] : mixers[kind->mixer];
+}
+
+bool mt_layer_listed(const char *layers, int64_t layer) {
+    return layers && layers[layer] == '1';
 }
 
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
-    bool of_module = o->hybrid_layers && o->mtp_hybrid_layers && layer >= o->num_layers;
-    char half = o->hybrid_layers && !of_module ? o->hybrid_layers[letter] : 0;
-    bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
-    bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
-    bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
-    bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
-    mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
-    if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
-    if (o->experimental_attention_variant == MT_VARIANT_DSA) kind.mixer = MT_MIXER_SPARSE_ATTENTION;
+    bool is_module = layer >= o->num_layers; // which attends
+    bool has_window = o->window_size > 0 && (!o->window_layers || mt_layer_listed(o->window_layers, letter));
+    bool has_rope = mt_has_rope(o) && (!o->rope_layers || mt_layer_listed(o->rope_layers, letter));
+    mt_layer_kind kind = {.mixer = mt_common_mixer(o)};
+    if (!is_module && mt_layer_listed(o->linear_layers, layer))
+        kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
+    if (mt_layer_listed(o->moe_layers, letter)) kind.feed_forward = MT_FEED_FORWARD_EXPERTS;
     kind.shares_indices = mt_shares_indices(o, layer);
     if (o->decoder_num_layers > 0) mt_layer_kind_of_half(&kind, o, layer);
-    if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
+    if (o->hybrid_layers && is_module && o->mtp_hybrid_layers)
+        mt_layer_kind_read(&kind, o->mtp_hybrid_layers, (int64_t)strlen(o->mtp_hybrid_layers));
+    else if (o->hybrid_layers)
+        mt_layer_kind_read(&kind, &o->hybrid_layers[letter], 1);
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
-    kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
-    if (o->decoder_num_layers > 0 && !kind.of_encoder && kind.mixer == MT_MIXER_ATTENTION)
-        kind.feed_forward = MT_FEED_FORWARD_NONE;
-    if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
-    if (of_module) { // its halves
-        bool has_mlp = strchr(o->mtp_hybrid_layers, '-') != NULL, visits = strchr(o->mtp_hybrid_layers, 'E') != NULL;
-        if (*o->mtp_hybrid_layers != '*') kind.mixer = MT_MIXER_NONE, has_rope = false;
-        kind.feed_forward = visits ? MT_FEED_FORWARD_EXPERTS : has_mlp ? MT_FEED_FORWARD_DENSE : MT_FEED_FORWARD_NONE;
-    }
     kind.window = has_window ? o->window_size : 0;
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
@@ -6760,7 +6776,6 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LEARNED_POSITIONS, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, "--position-embedding-type")      \
     X(RELATIVE, o->position_embedding_type == MT_POSITION_RELATIVE, "--position-embedding-type")                       \
     X(ENCODER, o->decoder_num_layers > 0, "--decoder-num-layers")                                                      \
-    X(CROSS, mixer == MT_MIXER_CROSS_ATTENTION, "--decoder-num-layers")                                                \
     X(LM_HEAD, o->untie_embeddings_and_output_weights && o->head_type == MT_HEAD_LM,                                   \
       "--untie-embeddings-and-output-weights")                                                                         \
     X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
@@ -6771,17 +6786,11 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(FEED_FORWARD_IN_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_IN), "--norm-placement")                          \
     X(FEED_FORWARD_OUT_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_OUT), "--norm-placement")                        \
     X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
-    X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
-    X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
-    X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
-    X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
-    X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
     X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* experts, or nothing */                \
-    X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
-    X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
-    X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
-    X(LATENT_NORMS, attends && o->multi_latent_attention && o->qk_layernorm, "--qk-layernorm")                         \
+    X(LATENT, latent, "--multi-latent-attention")                                                                      \
+    X(Q_LATENT, latent && o->q_lora_rank > 0, "--q-lora-rank")                                                         \
+    X(LATENT_NORMS, latent && o->qk_layernorm, "--qk-layernorm")                                                       \
     X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
     X(HEAD_NORMS, mt_has_norm(kind.norms, MT_NORM_HEADS), "--qk-layernorm")                                            \
     X(ALL_HEADS_NORMS, mt_has_norm(kind.norms, MT_NORM_ALL_HEADS), "--qk-layernorm-all-heads")                         \
@@ -6807,18 +6816,32 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
 #define MT_CONDITION_BIT(name, test, option)    | (uint64_t)(test) << MT_CONDITION_##name
 #define MT_CONDITION_OPTION(name, test, option) option,
 
-enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+/* One for each mixer and feed-forward too. */
+#define MT_MIXER_CONDITION(name, ...)        MT_CONDITION_MIXER_##name,
+#define MT_FEED_FORWARD_CONDITION(name, ...) MT_CONDITION_FEED_FORWARD_##name,
+#define MT_MIXER_BIT(name, ...)              MT_CONDITION_BIT(MIXER_##name, mixer == MT_MIXER_##name, NULL)
+#define MT_FEED_FORWARD_BIT(name, ...)                                                                                 \
+    MT_CONDITION_BIT(FEED_FORWARD_##name, kind.feed_forward == MT_FEED_FORWARD_##name, NULL)
+#define MT_MIXER_OPTION(name, row, letter, type, option, variant) option,
+#define MT_FEED_FORWARD_OPTION(name, row, letter, type, option)   option,
 
-static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+enum {
+    MT_MIXERS(MT_MIXER_CONDITION) MT_FEED_FORWARDS(MT_FEED_FORWARD_CONDITION) MT_CONDITIONS(MT_CONDITION_NAME)
+        MT_NUM_CONDITIONS
+};
+_Static_assert(MT_NUM_CONDITIONS <= 64, "a bit for each condition");
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {
+    MT_MIXERS(MT_MIXER_OPTION) MT_FEED_FORWARDS(MT_FEED_FORWARD_OPTION) MT_CONDITIONS(MT_CONDITION_OPTION)};
 
 /* A bit for each condition that holds. */
 static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = layer >= 0 ? mt_layer_kind_of(o, layer) : (mt_layer_kind){0};
     mt_mixer_kind mixer = kind.mixer;
     bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
-    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0;
+    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0, latent = mt_mixer_is_latent(mixer);
     unsigned placed = mt_placed_norms(o);
-    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+    return 0 MT_MIXERS(MT_MIXER_BIT) MT_FEED_FORWARDS(MT_FEED_FORWARD_BIT) MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
 /* The columns of tensor names, and each family's. REPEATED: names of the tensors that DeepSeek's files repeat in each
@@ -6975,68 +6998,76 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(INDEXER_WEIGHTS, LAYER, REPLICATED, INDEXER_HEADS, C, indexer_weights.weight, MT_HAS(INDEXER), 0,
             "self_attn.indexer.weights_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0,
+            MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
             "self_attn.q_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight", [MT_NAMES_T5] = "SelfAttention.q.weight"),
-    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0,
+             MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
              "self_attn.k_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight", [MT_NAMES_T5] = "SelfAttention.k.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0,
+             MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
              "self_attn.v_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight", [MT_NAMES_T5] = "SelfAttention.v.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION) | MT_HAS(CROSS), "self_attn.o_proj.weight",
-            [MT_NAMES_GPT2] = "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight",
-            [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight", [MT_NAMES_T5] = "SelfAttention.o.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
+            "self_attn.o_proj.weight", [MT_NAMES_GPT2] = "attn.c_proj.weight",
+            [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight",
+            [MT_NAMES_T5] = "SelfAttention.o.weight"),
     /* cross attention */
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, cross_q.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, cross_q.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.q_proj.weight", [MT_NAMES_T5] = "EncDecAttention.q.weight"),
-    MT_ROLE(K, LAYER, COLUMN_KV, GD, C, cross_kv.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(K, LAYER, COLUMN_KV, GD, C, cross_kv.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.k_proj.weight", [MT_NAMES_T5] = "EncDecAttention.k.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, cross_kv.weight, MT_HAS(CROSS), 0,
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, cross_kv.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
              "cross_attn.v_proj.weight", [MT_NAMES_T5] = "EncDecAttention.v.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.o_proj.weight", [MT_NAMES_T5] = "EncDecAttention.o.weight"),
     /* gated delta net */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_b.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_a.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.out_proj.weight"),
     /* Kimi delta attention */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.q_proj.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.k_proj.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.v_proj.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.b_proj.weight"),
-    MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(KDA), 0, "self_attn.f_a_proj.weight"),
-    MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(KDA), 0, "self_attn.f_b_proj.weight"),
-    MT_ROLE(KDA_G_A, LAYER, REPLICATED, VALUE_CHANNELS, C, g_a.weight, MT_HAS(KDA), 0, "self_attn.g_a_proj.weight"),
-    MT_ROLE(KDA_G_B, LAYER, COLUMN, VALUES, VALUE_CHANNELS, g_b.weight, MT_HAS(KDA), 0, "self_attn.g_b_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(KDA), 0, "self_attn.o_proj.weight"),
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.q_proj.weight"),
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.k_proj.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.v_proj.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.b_proj.weight"),
+    MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.f_a_proj.weight"),
+    MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.f_b_proj.weight"),
+    MT_ROLE(KDA_G_A, LAYER, REPLICATED, VALUE_CHANNELS, C, g_a.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.g_a_proj.weight"),
+    MT_ROLE(KDA_G_B, LAYER, COLUMN, VALUES, VALUE_CHANNELS, g_b.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.g_b_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_KDA), 0, "self_attn.o_proj.weight"),
     /* gated short convolution */
-    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(SHORT_CONV), 0, "conv.out_proj.weight"),
+    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.out_proj.weight"),
     /* Mamba-2 */
-    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MAMBA), 0,
+    MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.out_proj.weight"),
     /* MLP, or shared expert and router */
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
@@ -7086,18 +7117,18 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
     /* taps, which no optimizer of matrices steps, behind the matrices */
-    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.q_conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.k_conv1d.weight"),
-    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(KDA), 0, "self_attn.v_conv1d.weight"),
-    MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
-    MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.q_conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.k_conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.v_conv1d.weight"),
+    MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(MIXER_SHORT_CONV), 0, "conv.conv.weight"),
+    MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
@@ -7112,31 +7143,31 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_FINAL_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_final_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
             "shared_head.norm.bias"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(MIXER_IN_NORM), MT_HAS(NO_MIXER),
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(MIXER_IN_NORM), MT_HAS(MIXER_NONE),
             "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
     MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(MIXER_IN_NORM) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
+            MT_HAS(MIXER_NONE), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
     MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(MIXER_OUT_NORM),
-            MT_HAS(NO_MIXER), "post_attention_layernorm.weight"),
+            MT_HAS(MIXER_NONE), "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
-            MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(MIXER_NONE), "post_attention_layernorm.bias"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM),
-            MT_HAS(MIXER_OUT_NORM) | MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(FEED_FORWARD_NONE),
             "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
     MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM),
-            MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
+            MT_HAS(FEED_FORWARD_NONE), "pre_feedforward_layernorm.weight"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(LAYERNORM),
-            MT_HAS(MIXER_OUT_NORM) | MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(FEED_FORWARD_NONE),
             "post_attention_layernorm.bias", [MT_NAMES_GPT2] = "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
-            MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(FEED_FORWARD_NONE),
             "pre_feedforward_layernorm.bias"),
     MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(FEED_FORWARD_OUT_NORM),
-            MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.weight"),
+            MT_HAS(FEED_FORWARD_NONE), "post_feedforward_layernorm.weight"),
     MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias,
-            MT_HAS(FEED_FORWARD_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(FEED_FORWARD_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(FEED_FORWARD_NONE),
             "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT) | MT_HAS(LATENT_NORMS), 0,
             "self_attn.q_a_layernorm.weight"),
@@ -7152,27 +7183,32 @@ static const mt_role_row mt_role_rows[] = {
             "self_attn.k_norm.weight", [MT_NAMES_LFM2] = "self_attn.k_layernorm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
-    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(MIXER_GATED_DELTA_NET), 0,
             "linear_attn.norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
-    MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
-    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(KDA), 0, "self_attn.o_norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(KDA), 0, "self_attn.A_log"),
-    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, KEYS, ONE, dt_bias, MT_HAS(KDA), 0, "self_attn.dt_bias"),
-    MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MAMBA), 0,
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+            "linear_attn.dt_bias"),
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(MIXER_KDA), 0,
+            "self_attn.o_norm.weight"),
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(MIXER_KDA), 0, "self_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, KEYS, ONE, dt_bias, MT_HAS(MIXER_KDA), 0, "self_attn.dt_bias"),
+    MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.norm.weight", [MT_NAMES_NEMOTRON_H] = "mixer.norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MAMBA), 0,
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.A_log", [MT_NAMES_NEMOTRON_H] = "mixer.A_log"),
-    MT_ROLE(MAMBA_D, LAYER, SKIPS, MAMBA_HEADS, ONE, mamba_d, MT_HAS(MAMBA), 0,
+    MT_ROLE(MAMBA_D, LAYER, SKIPS, MAMBA_HEADS, ONE, mamba_d, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.D", [MT_NAMES_NEMOTRON_H] = "mixer.D"),
-    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, MAMBA_HEADS, ONE, dt_bias, MT_HAS(MAMBA), 0,
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, MAMBA_HEADS, ONE, dt_bias, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.dt_bias", [MT_NAMES_NEMOTRON_H] = "mixer.dt_bias"),
-    MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
+    MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias,
+            MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
-             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+             MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
-             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+             MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
@@ -7389,7 +7425,7 @@ static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
     const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
                             MT_HAS(ROUTER) | MT_HAS(ROUTER_BIAS) | MT_HAS(ROUTER_LINEAR_BIAS);
-    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
+    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(FEED_FORWARD_NONE));
     bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
     return module * halves + (is_last ? halves - 1 : 0);
 }
@@ -7398,7 +7434,7 @@ static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64
  * layers of a block. */
 static void mt_param_name_t5_layer(char prefix[64], const mt_options *o, const mt_role_row *row, int64_t layer) {
     int64_t decoder = layer - o->encoder_num_layers; // two of ours are one of its
-    bool is_feed_forward = row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
+    bool is_feed_forward = row->unless & (MT_HAS(NO_MLP) | MT_HAS(FEED_FORWARD_NONE));
     int64_t mixers = decoder < 0 ? 1 : 2, block = is_feed_forward ? mixers : decoder < 0 ? 0 : decoder % 2;
     snprintf(prefix, 64, "%s.block.%lld.layer.%lld.", decoder < 0 ? "encoder" : "decoder",
              (long long)(decoder < 0 ? layer : decoder / 2), (long long)block);
@@ -7556,7 +7592,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
                        row->kind != MT_BIAS_TABLE && row->role != MT_VISION_POSITIONS;
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
-    param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(KDA);
+    param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(MIXER_KDA);
     if (row->role == MT_VISION_PATCH) {
         int64_t sizes[] = {MT_IMAGE_CHANNELS, o->vision.temporal_patch_size, o->vision.patch_size,
                            o->vision.patch_size};
@@ -8004,9 +8040,7 @@ struct mt_model {
     bool replays_routes;                   // it takes experts from there; else it writes them
     mt_routes *kept;                       // of the rows of the cache; NULL: not kept
     bool scores_squares;                   // see mt_model_score_squares
-    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
-    void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
-    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
+    struct mt_caches *caches;              // [num_layers]
     double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
@@ -8475,6 +8509,7 @@ static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
 
 /* Elements that a mixer needs on this rank: of a token in buffers that all layers share, and of a sequence's states. */
 typedef struct mt_mixer_widths {
+    int64_t row;                    // channels of the rows that enter the tensor-parallel region; 0: C
     int64_t in;                     // gradient of its first linear's output: dqkv
     int64_t out;                    // gradient of its last linear's input, or a second one of its own: dattended
     int64_t conv;                   // channels of its convolution: dconv
@@ -8483,6 +8518,36 @@ typedef struct mt_mixer_widths {
     int64_t rule_map;               // context parallelism: a map of such a state over a piece of a sequence
     int64_t workspace_bytes;        // of the stream
 } mt_mixer_widths;
+
+/* The memory of a layer in generation. NULL: its mixer has no such cache. */
+typedef struct mt_caches {
+    void *k, *v;                      // [cache_rows, G D] and [cache_rows, G Dv]
+    void *indexer;                    // [cache_rows, D] keys of an indexer
+    void *memory;                     // [cache_sequences, max_inputs, G (D + Dv)] k and v of an encoder's output
+    float *rule_states, *conv_states; // [slots, state] of the rule or scan, and of the convolution
+} mt_caches;
+
+/* The rows of a cache: a token's, which sequences share and copy; a token's of an encoder's output, which belongs to
+ * one sequence; or a slot's, which is a state: each slot has a running one and a kept one. */
+typedef enum mt_cache_rows { MT_CACHE_OF_TOKENS, MT_CACHE_OF_MEMORY, MT_CACHE_OF_SLOTS } mt_cache_rows;
+
+typedef struct mt_cache {
+    size_t place; // offset in mt_caches
+    mt_cache_rows rows;
+    int64_t row_bytes;
+} mt_cache;
+
+/* The caches of a kind of mixer. */
+enum { MT_MAX_CACHES = 4 };
+typedef struct mt_cache_list {
+    int count;
+    mt_cache items[MT_MAX_CACHES];
+} mt_cache_list;
+
+static void mt_cache_add(mt_cache_list *list, size_t place, mt_cache_rows rows, int64_t row_bytes) {
+    MT_CHECK(list->count < MT_MAX_CACHES);
+    if (row_bytes > 0) list->items[list->count++] = (mt_cache){place, rows, row_bytes};
+}
 
 /* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
 typedef struct mt_block_kind {
@@ -8498,15 +8563,24 @@ typedef struct mt_block_kind {
     mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
     bool may_leave_weight; // see mt_block_gradients
     size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
-    /* mixers only */
-    bool attends; // generation caches keys and values; false: states, where it has such
-    mt_mixer_widths (*widths)(const mt_model *m);
-    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
     /* Multiplications per token of a forward: of its linears, and between them. */
     double (*multiplications)(const mt_options *o, int64_t layer);
-    /* Rules between options, and limits of a backend: the first broken one is the error; NULL: it has none. */
-    int (*check)(const mt_options *o, mt_error *error);
+    /* Compares options with a backend's limits; NULL: it has none. */
     int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error);
+    /* feed-forwards only */
+    unsigned input; // the module of --offload-modules that has its input; 0: none
+    /* mixers only */
+    bool attends;    // to keys and values; false: it has states, or nothing of earlier tokens
+    bool latent;     // queries, keys and values come from latents, and channels of their own have RoPE
+    bool is_bitwise; // see mt_mixer_is_bitwise
+    mt_mixer_widths (*widths)(const mt_model *m);
+    /* Heads of keys, or groups, in the whole model, that tensor-parallel ranks divide or share; NULL: none. */
+    int64_t (*key_heads)(const mt_options *o);
+    /* Adds the caches of earlier tokens in generation; NULL: none. */
+    void (*caches)(const mt_model *m, const mt_layer *w, mt_cache_list *list);
+    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
+    /* Rules between options: the first broken one is the error; NULL: it has none. */
+    int (*check)(const mt_options *o, mt_error *error);
 } mt_block_kind;
 
 /* ==== §9c norms and the residual stream =========================================================================== */
@@ -8843,7 +8917,7 @@ double mt_yarn_mscale(double factor, double mscale) {
  * with the RoPE of a window have none of it. */
 static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
-    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
+    bool yarn = mt_is_latent(o) && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -8871,7 +8945,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
-    if (w->kind.mixer == MT_MIXER_ATTENTION) call.bias = mt_layer_bias(m, w);
+    call.bias = mt_layer_bias(m, w);
     call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
@@ -8879,16 +8953,17 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
 
 /* Generation: attention reads the cache. With `writes` k and v are written to it here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
-    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv, layer = w - m->layers;
+    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv;
+    const mt_caches *caches = &m->caches[w - m->layers];
     if (writes) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
-                                            .to = m->k_cache[layer], .from_stride = call->k_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k, .to = caches->k,
+                                            .from_stride = call->k_stride},
                              m->dtype, p->stream);
-        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v,
-                                            .to = m->v_cache[layer], .from_stride = call->v_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v, .to = caches->v,
+                                            .from_stride = call->v_stride},
                              m->dtype, p->stream);
     }
-    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
+    call->k = caches->k, call->k_stride = k_width, call->v = caches->v, call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
@@ -8902,6 +8977,13 @@ static void mt_core_attention_forward(mt_model *m, const mt_pass *p, const mt_la
         mt_context_attention_forward(p->context, &call, p->stream);
     else
         mt_attend_forward(m->ops, &call, m->dtype, p->stream);
+}
+
+/* Keys and values of the tokens before. */
+static void mt_attention_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t size = mt_dtype_size(m->dtype);
+    mt_cache_add(list, offsetof(mt_caches, k), MT_CACHE_OF_TOKENS, w->G * m->D * size);
+    mt_cache_add(list, offsetof(mt_caches, v), MT_CACHE_OF_TOKENS, w->G * m->Dv * size);
 }
 
 /* Gradients d of q, k and v, from dattended. */
@@ -8966,7 +9048,7 @@ static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w
     bool writes = p->decode && mt_qk_writes_cache(m, w);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (writes) qk.cache_rows = p->batch->cache_rows;
-    if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (writes) qk.k_cache = m->caches[w - m->layers].k, qk.v_cache = m->caches[w - m->layers].v;
     if (qk.rotation.R > 0 || qk.q_w || writes) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
@@ -9166,7 +9248,9 @@ static const mt_block_kind mt_attention_kind = {.name = "attention",
                                                 .may_leave_weight = true,
                                                 .last = offsetof(mt_layer, o),
                                                 .attends = true,
+                                                .is_bitwise = true,
                                                 .widths = mt_attention_widths,
+                                                .caches = mt_attention_caches,
                                                 .scratch = mt_attention_scratch,
                                                 .multiplications = mt_attention_multiplications};
 
@@ -9315,7 +9399,8 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
 
 /* A second gradient of the input is that through q, where q has no latent. */
 static mt_mixer_widths mt_latent_widths(const mt_model *m) {
-    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
+    return (mt_mixer_widths){
+        .row = mt_latent_width(m->options), .in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
 }
 
 static void mt_latent_scratch(mt_model *m, mt_arena *arena) {
@@ -9351,7 +9436,10 @@ static const mt_block_kind mt_latent_kind = {.name = "latent attention",
                                              .backward = mt_latent_attention_backward,
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
+                                             .latent = true,
+                                             .is_bitwise = true,
                                              .widths = mt_latent_widths,
+                                             .caches = mt_attention_caches,
                                              .scratch = mt_latent_scratch,
                                              .multiplications = mt_latent_multiplications};
 
@@ -10706,52 +10794,113 @@ static double mt_no_multiplications(const mt_options *o, int64_t layer) {
 }
 
 static const mt_block_kind mt_no_kind = {
-    .name = "none", .slots = mt_no_slots, .multiplications = mt_no_multiplications};
+    .name = "none", .slots = mt_no_slots, .is_bitwise = true, .multiplications = mt_no_multiplications};
 
-/* Rows of §17, §18, §19 and §20. */
-static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind, mt_cross_kind;
+/* Of a gated or a plain MLP of width F, per token. */
+static double mt_mlp_products(const mt_options *o, int64_t C, int64_t F) {
+    return (mt_options_gated(o) ? 3 : 2) * (double)C * (double)F;
+}
 
-static const mt_block_kind *const mt_mixer_kinds[] = {
-    [MT_MIXER_ATTENTION] = &mt_attention_kind,
-    [MT_MIXER_LATENT_ATTENTION] = &mt_latent_kind,
-    [MT_MIXER_GATED_DELTA_NET] = &mt_delta_kind,
-    [MT_MIXER_SHORT_CONV] = &mt_short_kind,
-    [MT_MIXER_MAMBA2] = &mt_mamba_kind,
-    [MT_MIXER_KDA] = &mt_kda_kind,
-    [MT_MIXER_SPARSE_ATTENTION] = &mt_sparse_kind,
-    [MT_MIXER_CROSS_ATTENTION] = &mt_cross_kind,
-    [MT_MIXER_NONE] = &mt_no_kind,
-};
-enum { MT_NUM_MIXERS = sizeof mt_mixer_kinds / sizeof *mt_mixer_kinds };
+static double mt_mlp_multiplications(const mt_options *o, int64_t layer) {
+    (void)layer;
+    return mt_mlp_products(o, o->hidden_size, o->ffn_hidden_size);
+}
 
 static const mt_block_kind mt_mlp_kind = {.name = "MLP",
                                           .slots = mt_mlp_slots,
                                           .forward = mt_mlp_forward,
                                           .replay = mt_mlp_replay,
                                           .backward = mt_mlp_backward,
-                                          .last = offsetof(mt_layer, down)};
+                                          .last = offsetof(mt_layer, down),
+                                          .multiplications = mt_mlp_multiplications,
+                                          .input = MT_OFFLOAD_MLP};
+
+/* Of the experts that a token visits, the projections to their channels and back, and the shared expert. */
+static double mt_experts_multiplications(const mt_options *o, int64_t layer) {
+    double projections = 2 * (double)o->hidden_size * (double)o->moe_latent_size;
+    (void)layer;
+    return mt_mlp_products(o, mt_expert_channels(o), o->moe_router_topk * o->moe_ffn_hidden_size) + projections +
+           mt_mlp_products(o, o->hidden_size, o->moe_shared_expert_intermediate_size);
+}
+
+static int mt_experts_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    bool has_aux_loss = mt_has_router_loss(o), sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
+    const mt_constraint rules[] = {
+        {mt_exceeds(k, l->router_topk),
+         "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
+         {k, l->router_topk}},
+        {mt_exceeds(mt_divide_up(E, 32) * 32 + groups, l->experts),
+         "--num-experts is %lld, and routers on this device have at most %lld experts with --moe-router-num-groups "
+         "%lld",
+         {E, l->experts - groups, o->moe_router_num_groups}},
+        {has_aux_loss && mt_exceeds(E, l->aux_loss_experts),
+         "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
+         "experts",
+         {E, l->aux_loss_experts}},
+        {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
+         "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
+         "experts",
+         {E, l->sinkhorn_experts}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
 
 static const mt_block_kind mt_experts_kind = {.name = "experts",
                                               .slots = mt_experts_slots,
                                               .forward = mt_experts_forward,
                                               .replay = mt_experts_replay,
                                               .backward = mt_experts_backward,
-                                              .last = offsetof(mt_layer, down)};
+                                              .last = offsetof(mt_layer, down),
+                                              .multiplications = mt_experts_multiplications,
+                                              .check_limits = mt_experts_check_limits};
 
-static const mt_block_kind *const mt_feed_forward_kinds[] = {
-    [MT_FEED_FORWARD_DENSE] = &mt_mlp_kind,
-    [MT_FEED_FORWARD_EXPERTS] = &mt_experts_kind,
-    [MT_FEED_FORWARD_NONE] = &mt_no_kind,
-};
+/* The rows of all sections. Those of §17 to §20 follow. */
+#define MT_KIND_DECLARED(name, row, ...) static const mt_block_kind mt_##row##_kind;
+#define MT_KIND_PLACE(name, row, ...)    &mt_##row##_kind,
+MT_VARIANT_MIXERS(MT_KIND_DECLARED)
+static const mt_block_kind mt_sparse_kind, mt_cross_kind;
+static const mt_block_kind *const mt_mixer_kinds[MT_NUM_MIXERS] = {MT_MIXERS(MT_KIND_PLACE)};
+static const mt_block_kind *const mt_feed_forward_kinds[MT_NUM_FEED_FORWARDS] = {MT_FEED_FORWARDS(MT_KIND_PLACE)};
+
+const char *mt_mixer_name(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->name;
+}
+
+const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward) {
+    return mt_feed_forward_kinds[feed_forward]->name;
+}
+
+bool mt_mixer_is_bitwise(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->is_bitwise;
+}
+
+/* One mixer of those with such heads per model. */
+static int64_t mt_linear_key_heads(const mt_options *o) {
+    int64_t heads = 0;
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++)
+        if (mt_mixer_kinds[mixer]->key_heads && mt_has_mixer(o, (mt_mixer_kind)mixer))
+            heads = mt_mixer_kinds[mixer]->key_heads(o);
+    return heads;
+}
+
+static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->latent;
+}
+
+static bool mt_is_latent(const mt_options *o) {
+    return mt_mixer_is_latent(mt_common_mixer(o));
+}
 
 bool mt_mixer_attends(mt_mixer_kind mixer) {
     return mt_mixer_kinds[mixer]->attends;
 }
 
-double mt_mixer_multiplications(const mt_options *o, int64_t layer) {
+double mt_layer_multiplications(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
     double tokens = kind.of_encoder ? (double)o->encoder_seq_length / (double)mt_max(o->seq_length, 1) : 1;
-    return tokens * mt_mixer_kinds[kind.mixer]->multiplications(o, layer);
+    return tokens * (mt_mixer_kinds[kind.mixer]->multiplications(o, layer) +
+                     mt_feed_forward_kinds[kind.feed_forward]->multiplications(o, layer));
 }
 
 int mt_mixers_check(const mt_options *o, mt_error *error) {
@@ -10763,22 +10912,31 @@ int mt_mixers_check(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* The same with the limits of a backend. */
-static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
-        const mt_block_kind *kind = mt_mixer_kinds[mixer];
-        if (!kind->check_limits || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
-        if (kind->check_limits(o, l, error) != 0) return -1;
-    }
-    return 0;
-}
-
-/* True if a layer, or a module of multi-token prediction, has this mixer. */
+/* True if a layer, or a module of multi-token prediction, has this mixer; this feed-forward. */
 static bool mt_any_has_mixer(const mt_options *o, int mixer) {
     int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
     for (int64_t layer = 0; layer < layers; layer++)
         if ((int)mt_layer_kind_of(o, layer).mixer == mixer) return true;
     return false;
+}
+static bool mt_any_has_feed_forward(const mt_options *o, int feed_forward) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1);
+    for (int64_t layer = 0; layer < layers; layer++)
+        if ((int)mt_layer_kind_of(o, layer).feed_forward == feed_forward) return true;
+    return false;
+}
+
+/* Compares the kinds of the model's layers with the limits of a backend. */
+static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    for (int i = 0; i < MT_NUM_MIXERS; i++) {
+        const mt_block_kind *kind = mt_mixer_kinds[i];
+        if (kind->check_limits && mt_any_has_mixer(o, i) && kind->check_limits(o, l, error) != 0) return -1;
+    }
+    for (int i = 0; i < MT_NUM_FEED_FORWARDS; i++) {
+        const mt_block_kind *kind = mt_feed_forward_kinds[i];
+        if (kind->check_limits && mt_any_has_feed_forward(o, i) && kind->check_limits(o, l, error) != 0) return -1;
+    }
+    return 0;
 }
 
 /* The widths of a mixer, 0 if it has none; and the largest of the model's mixers. */
@@ -10791,13 +10949,24 @@ static mt_mixer_widths mt_largest_widths(const mt_model *m) {
     for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
         if (!mt_any_has_mixer(m->options, mixer)) continue;
         mt_mixer_widths z = mt_widths_of(m, mixer);
-        most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
+        most.row = mt_max(most.row, z.row), most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
         most.conv = mt_max(most.conv, z.conv), most.core = mt_max(most.core, z.core);
         most.conv_state = mt_max(most.conv_state, z.conv_state);
         most.rule_state = mt_max(most.rule_state, z.rule_state), most.rule_map = mt_max(most.rule_map, z.rule_map);
         most.workspace_bytes = mt_max(most.workspace_bytes, z.workspace_bytes);
     }
     return most;
+}
+
+/* The caches of a layer, and the place of the pointer to one. */
+static mt_cache_list mt_layer_caches(const mt_model *m, const mt_layer *w) {
+    const mt_block_kind *kind = mt_mixer_kinds[w->kind.mixer];
+    mt_cache_list list = {.count = 0};
+    if (kind->caches) kind->caches(m, w, &list);
+    return list;
+}
+static void **mt_cache_place(const mt_model *m, int64_t layer, const mt_cache *cache) {
+    return (void **)(void *)((char *)&m->caches[layer] + cache->place);
 }
 
 /* The norms around blocks: fields of each. */
@@ -10915,7 +11084,6 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     unsigned norms = w ? layer.norms : mt_any_norms(m->options);
     bool mixer_keeps = mt_keeps_output(norms, MT_NORM_MIXER_IN, MT_NORM_MIXER_OUT);
     bool mlp_keeps = mt_keeps_output(norms, MT_NORM_FEED_FORWARD_IN, MT_NORM_FEED_FORWARD_OUT);
-    bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
     bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
     size_t mixer_stash = mixer_keeps ? 0 : mixer->last, mlp_stash = mlp_keeps ? 0 : feed_forward->last;
     s->count = 0;
@@ -10928,7 +11096,7 @@ static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
         mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->residual_dtype);
         middle->stash_of = mlp_stash, middle->input = MT_OFFLOAD_MLP_NORM;
     }
-    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_IN, is_mlp ? MT_OFFLOAD_MLP : 0);
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_IN, feed_forward->input);
     feed_forward->slots(m, s, w);
     for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
         mt_layer_kind other = mt_layer_kind_of(m->options, i);
@@ -14276,11 +14444,10 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
-/* Bytes of a row of a layer's indexer_cache; 0: it has no indexer. */
-static int64_t mt_indexer_key_bytes(const mt_model *m, int64_t layer) {
-    mt_layer_kind kind = m->layers[layer].kind;
-    bool has_indexer = kind.mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices;
-    return has_indexer ? m->options->dsa_indexer_head_dim * mt_dtype_size(m->dtype) : 0;
+/* Rows of a cache of a layer's list, of all states both the running one and the kept one. */
+static int64_t mt_cache_num_rows(const mt_model_plan *plan, mt_cache_rows rows) {
+    if (rows == MT_CACHE_OF_SLOTS) return 2 * mt_cache_slots(plan);
+    return rows == MT_CACHE_OF_MEMORY ? plan->cache_sequences * plan->max_inputs : plan->cache_rows;
 }
 
 /* Memory of the parts that may rest: this rank's parameters, gradients and the optimizer's states, by bucket; and the
@@ -14313,23 +14480,10 @@ static void mt_plan_buckets(mt_model *m) {
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer)) {
-            mt_mixer_widths z = mt_widths_of(m, mixer);
-            int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
-            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
-            continue;
-        }
-        if (mixer == MT_MIXER_CROSS_ATTENTION) { // k and v side by side, of places of max_inputs tokens
-            int64_t rows = m->plan.cache_sequences * m->plan.max_inputs * m->layers[layer].G;
-            m->k_cache[layer] = mt_arena_alloc(cache, rows * (m->D + m->Dv) * mt_dtype_size(m->dtype));
-            continue;
-        }
-        m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
-        m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
-        m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (int i = 0; i < list.count; i++)
+            *mt_cache_place(m, layer, &list.items[i]) =
+                mt_arena_alloc(cache, mt_cache_num_rows(&m->plan, list.items[i].rows) * list.items[i].row_bytes);
     }
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->mtp->cache[depth] = mt_arena_alloc(cache, m->plan.cache_rows * m->C * mt_dtype_size(m->dtype));
@@ -15140,7 +15294,7 @@ typedef struct mt_trainer {
 /* Zeroes the counters; called before each step and before the first forward. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
-    if (m->options->num_experts == 0) return;
+    if (!e->losses) return;
     m->ops->memory_zero(e->losses, (MT_NUM_AUX_LOSSES + 2) * 8, m->stream);
     if (e->num_layers == 0) return;
     if (mt_has_quantiles(m))
@@ -15153,7 +15307,7 @@ static void mt_experts_begin(mt_model *m) {
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
-    if (m->options->num_experts == 0) return;
+    if (!e->losses) return;
     m->ops->all_reduce(e->losses, MT_NUM_AUX_LOSSES + 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
     if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
@@ -15241,7 +15395,7 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
     const mt_group *world = &m->grid->world;
     double none = (double)((m->options->num_layers + m->options->mtp_num_layers) * world->size);
     double mine = none, first, count = 0;
-    if (m->options->num_experts == 0) return;
+    if (!m->experts->losses) return;
     for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
         double key = (double)(w->number * world->size + world->rank);
         if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
@@ -15470,7 +15624,7 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     if (m->indexer_sums)
         m->ops->memory_copy(result->indexer_sums, m->indexer_sums, sizeof result->indexer_sums, m->stream);
-    if (m->options->num_experts > 0) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->losses) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
     if (e->num_layers > 0) {
         m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
         m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
@@ -16021,7 +16175,7 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk;
     int64_t all = R * m->grid->tensor_context.size;
-    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
+    if (E > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
@@ -16175,7 +16329,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
 
 /* Channels of the widest rows that regions exchange: hidden states or latents. */
 static int64_t mt_widest_row(const mt_model *m) {
-    return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+    return mt_max(m->C, mt_largest_widths(m).row);
 }
 
 /* Rows of logits of a decode step: those behind each sequence's last token and behind its drafts. */
@@ -16472,7 +16626,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0), m->rotary_dim = 0;
     if (o->position_embedding_type == MT_POSITION_ROPE)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
-    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
+    if (mt_is_latent(o)) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // see mt_decode_pass
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
@@ -17058,10 +17212,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->num_params = mt_params_build(&m->params, o, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
-    m->k_cache = mt_model_calloc(m, 3 * m->num_layers * (int64_t)sizeof(void *));
-    m->v_cache = m->k_cache + m->num_layers, m->indexer_cache = m->v_cache + m->num_layers;
-    m->rule_states = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(float *));
-    m->conv_states = m->rule_states + m->num_layers;
+    m->caches = mt_model_calloc(m, m->num_layers * (int64_t)sizeof *m->caches);
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
@@ -17552,7 +17703,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
  * without experts works beside one whose experts belong to another replica too. */
 static bool mt_forward_is_own(const mt_model *m) {
     bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
-    return !gathers && (m->options->num_experts == 0 || m->grid->expert_exchange.size == 1);
+    return !gathers && m->grid->expert_exchange.size == 1;
 }
 
 /* True for a decode step: one token per sequence and its logits, on a rank that needs no other. Steps with equal
@@ -17670,21 +17821,24 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     return out->logits;
 }
 
+/* Copies rows of all caches whose rows are these. */
+static void mt_caches_copy(mt_model *m, mt_cache_rows rows, int64_t to, int64_t from, int64_t count) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (const mt_cache *c = list.items; c < list.items + list.count; c++) {
+            char *cache = *mt_cache_place(m, layer, c);
+            if (c->rows != rows) continue;
+            m->ops->memory_copy(cache + to * c->row_bytes, cache + from * c->row_bytes, count * c->row_bytes,
+                                m->stream);
+        }
+    }
+}
+
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     if (m->kept)
         memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
                (size_t)mt_routes_size(m->options, copy->rows) * 4);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer) || mixer == MT_MIXER_CROSS_ATTENTION) continue; // a memory is of one sequence
-        int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
-        char *caches[] = {m->k_cache[layer], m->v_cache[layer], m->indexer_cache[layer]};
-        int64_t bytes[] = {row * m->D, row * m->Dv, mt_indexer_key_bytes(m, layer)};
-        for (int i = 0; i < 3; i++)
-            if (bytes[i] > 0)
-                m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
-                                    copy->rows * bytes[i], m->stream);
-    }
+    mt_caches_copy(m, MT_CACHE_OF_TOKENS, copy->to, copy->from, copy->rows);
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->ops->memory_copy(mt_at(m->mtp->cache[depth], copy->to * m->C, m->dtype),
                             mt_at(m->mtp->cache[depth], copy->from * m->C, m->dtype),
@@ -17692,17 +17846,9 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 }
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
-    int64_t slots = mt_cache_slots(&m->plan);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_widths z = mt_widths_of(m, m->layers[layer].kind.mixer);
-        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
-        int64_t elements[] = {z.rule_state, z.conv_state};
-        for (int i = 0; i < 2; i++)
-            if (elements[i] > 0)
-                m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
-                                    states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i],
-                                    elements[i] * 4, m->stream);
-    }
+    int64_t slots = mt_cache_slots(&m->plan); // the kept states follow the running ones
+    mt_caches_copy(m, MT_CACHE_OF_SLOTS, copy->to + (copy->to_kept ? slots : 0),
+                   copy->from + (copy->from_kept ? slots : 0), 1);
 }
 
 /* ==== §16 generation ============================================================================================== */
@@ -19730,6 +19876,13 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
 
+/* A state of the rule or scan and one of the convolution for each slot. */
+static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_mixer_widths z = mt_widths_of(m, w->kind.mixer);
+    mt_cache_add(list, offsetof(mt_caches, rule_states), MT_CACHE_OF_SLOTS, z.rule_state * 4);
+    mt_cache_add(list, offsetof(mt_caches, conv_states), MT_CACHE_OF_SLOTS, z.conv_state * 4);
+}
+
 static mt_states mt_states_of(const mt_model *m, float *memory) {
     return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
 }
@@ -19740,7 +19893,7 @@ static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -19756,7 +19909,7 @@ static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt
     d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
     if (z.by_channel) d.decays = z.Dk, d.a = a->kda_f, d.a_stride = d.da_stride = z.Hv * z.Dk;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
-    if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) d.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return d;
     d.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     d.maps = m->scratch.rule_maps, d.dmaps = m->scratch.drule_maps;
@@ -19841,7 +19994,7 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
-    if (w->kind.mixer == MT_MIXER_KDA) mt_kda_gates_forward(p, w, a, x);
+    if (mt_delta_sizes_of(m).by_channel) mt_kda_gates_forward(p, w, a, x);
     mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, false);
@@ -19929,6 +20082,31 @@ static double mt_kda_multiplications(const mt_options *o, int64_t layer) {
     return C * (2 * keys + 2 * values + (double)o->linear_num_value_heads) + narrow + mt_delta_rule_multiplications(o);
 }
 
+static int64_t mt_delta_key_heads(const mt_options *o) {
+    return o->linear_num_key_heads;
+}
+
+static int mt_delta_check(const mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, Hk = o->linear_num_key_heads, Hv = o->linear_num_value_heads;
+    const mt_multiple rows[] = {
+        {"--linear-num-value-heads", Hv, "--linear-num-key-heads", mt_max(Hk, 1), .advice = NULL},
+        {"--linear-num-value-heads", Hv, "--tensor-model-parallel-size", tp, .advice = NULL},
+        {"--linear-num-key-heads", Hk, "--tensor-model-parallel-size", tp, .or_divisor = true},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
+static int mt_kda_check(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {o->linear_num_key_heads != o->linear_num_value_heads || o->linear_key_head_dim != o->linear_value_head_dim,
+         "--experimental-attention-variant kda has as many heads of values as of keys, of as many channels: make "
+         "--linear-num-key-heads %lld and --linear-num-value-heads %lld equal, and --linear-key-head-dim %lld and "
+         "--linear-value-head-dim %lld",
+         {o->linear_num_key_heads, o->linear_num_value_heads, o->linear_key_head_dim, o->linear_value_head_dim}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error) ? -1 : mt_delta_check(o, error);
+}
+
 static int mt_kda_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     const mt_constraint rules[] = {
         {mt_exceeds(o->linear_key_head_dim, l->delta_channels),
@@ -19955,7 +20133,10 @@ static const mt_block_kind mt_delta_kind = {.name = "gated delta net",
                                             .backward = mt_delta_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_delta_widths,
+                                            .key_heads = mt_delta_key_heads,
+                                            .caches = mt_state_caches,
                                             .multiplications = mt_delta_multiplications,
+                                            .check = mt_delta_check,
                                             .check_limits = mt_delta_check_limits};
 
 static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
@@ -19964,8 +20145,11 @@ static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
                                           .backward = mt_delta_backward,
                                           .last = offsetof(mt_layer, o),
                                           .widths = mt_delta_widths,
+                                          .key_heads = mt_delta_key_heads,
+                                          .caches = mt_state_caches,
                                           .scratch = mt_kda_scratch,
                                           .multiplications = mt_kda_multiplications,
+                                          .check = mt_kda_check,
                                           .check_limits = mt_kda_check_limits};
 
 /* ==== §17c the gated short convolution ============================================================================ */
@@ -20004,7 +20188,7 @@ static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->short_x, conv.y = a->conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     conv.x_stride = conv.y_stride = conv.dx_stride = conv.dy_stride = width;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -20070,14 +20254,22 @@ static double mt_short_multiplications(const mt_options *o, int64_t layer) {
     return 4 * C * C + (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2));
 }
 
+static int mt_short_check(const mt_options *o, mt_error *error) {
+    const mt_multiple rows[] = {{"--hidden-size", o->hidden_size, "--tensor-model-parallel-size",
+                                 o->tensor_model_parallel_size, .advice = NULL}}; // channels
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
 static const mt_block_kind mt_short_kind = {.name = "gated short convolution",
                                             .slots = mt_short_slots,
                                             .forward = mt_short_forward,
                                             .backward = mt_short_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_short_widths,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_short_scratch,
-                                            .multiplications = mt_short_multiplications};
+                                            .multiplications = mt_short_multiplications,
+                                            .check = mt_short_check};
 
 /* ==== §18 Mamba-2 ================================================================================================= */
 /* A mixer with a state of fixed size, as §17's, but without its rule of replacement (Dao & Gu, "Transformers are SSMs:
@@ -20533,7 +20725,7 @@ static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -20550,7 +20742,7 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dA_log = w->A_log.dw, s.dD = w->mamba_d.dw, s.ddt_bias = w->dt_bias.dw;
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
-    if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) s.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return s;
     s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
@@ -20663,6 +20855,20 @@ static double mt_mamba_multiplications(const mt_options *o, int64_t layer) {
     return linears + ((inner + 2 * groups * N) * (double)o->linear_conv_kernel_dim + 2 * inner * N);
 }
 
+static int64_t mt_mamba_groups(const mt_options *o) {
+    return o->mamba_num_groups;
+}
+
+static int mt_mamba_check(const mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, heads = o->mamba_num_heads, groups = o->mamba_num_groups;
+    const mt_multiple rows[] = {
+        {"--mamba-num-heads", heads, "--mamba-num-groups", mt_max(groups, 1), .advice = NULL},
+        {"--mamba-num-heads", heads, "--tensor-model-parallel-size", tp, .advice = NULL},
+        {"--mamba-num-groups", groups, "--tensor-model-parallel-size", tp, .or_divisor = true},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
 static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     const mt_constraint rules[] = {
         {mt_exceeds(o->mamba_state_dim, l->ssd_rows),
@@ -20681,8 +20887,11 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .backward = mt_mamba_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_mamba_widths,
+                                            .key_heads = mt_mamba_groups,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
+                                            .check = mt_mamba_check,
                                             .check_limits = mt_mamba_check_limits};
 
 /* ==== §19 sparse attention ======================================================================================== */
@@ -21294,7 +21503,8 @@ static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, cons
 
 /* a->selected from x[R, C] and the latent of queries. */
 static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
-    int64_t D = m->options->dsa_indexer_head_dim, layer = w - m->layers;
+    int64_t D = m->options->dsa_indexer_head_dim;
+    void *cache = m->caches[w - m->layers].indexer;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
     mt_rope_args q_rope = mt_indexer_rope(m, p, w, a->indexer_q, m->options->dsa_indexer_n_heads);
     mt_rope_args k_rope = mt_indexer_rope(m, p, w, a->indexer_k, 1);
@@ -21307,10 +21517,10 @@ static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_indexer_args call = mt_indexer_call(m, p, a);
     call.attention_q = a->q, call.attention_q_stride = m->H * m->D;
     if (p->decode) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
-                                            .to = m->indexer_cache[layer], .from_stride = D},
-                             m->dtype, p->stream);
-        call.k = m->indexer_cache[layer];
+        m->ops->scatter_rows(
+            &(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k, .to = cache, .from_stride = D},
+            m->dtype, p->stream);
+        call.k = cache;
         if (m->plan.page_rows > 0)
             call.pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
     } else {
@@ -21492,6 +21702,13 @@ static double mt_sparse_multiplications(const mt_options *o, int64_t layer) {
     return linears + mt_core_attention_multiplications(o, (double)o->dsa_indexer_topk);
 }
 
+/* Those of attention, and keys of the indexer. */
+static void mt_sparse_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t width = w->kind.shares_indices ? 0 : m->options->dsa_indexer_head_dim;
+    mt_attention_caches(m, w, list);
+    mt_cache_add(list, offsetof(mt_caches, indexer), MT_CACHE_OF_TOKENS, width * mt_dtype_size(m->dtype));
+}
+
 static int mt_sparse_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
@@ -21513,7 +21730,9 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .backward = mt_sparse_backward,
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
+                                             .latent = true,
                                              .widths = mt_sparse_widths,
+                                             .caches = mt_sparse_caches,
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
                                              .check = mt_sparse_check};
@@ -21552,12 +21771,19 @@ static int64_t mt_memory_width(const mt_model *m, const mt_layer *w) {
     return w->G * (m->D + m->Dv);
 }
 
+/* k and v of the memory of a sequence, side by side. */
+static void mt_cross_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_cache_add(list, offsetof(mt_caches, memory), MT_CACHE_OF_MEMORY,
+                 mt_memory_width(m, w) * mt_dtype_size(m->dtype));
+}
+
 /* q[T, H, D], and k and v side by side in kv[tokens of the encoder, G (D + Dv)], or their gradients. */
 static mt_attention mt_cross_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     int64_t k_width = w->G * m->D;
     mt_qkv_view view = {a->cross_q, a->cross_kv, mt_at(a->cross_kv, k_width, m->dtype), m->H * m->D, 0};
     mt_attention call = mt_attention_call(m, p, w, a, view);
     call.k_stride = call.v_stride = mt_memory_width(m, w), call.k_index = p->mb->encoder.batch.token_index;
+    call.bias = (mt_relative_bias){0}; // no distance is between tokens of two lists
     call.spans =
         (mt_spans){.host = p->mb->encoder.host_cross, .device = p->mb->batch.cross_spans, .count = p->spans.count};
     return call;
@@ -21570,7 +21796,7 @@ static void mt_cross_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->cross_q, x, a->cross_q);
     if (!p->decode) mt_layer_linear_forward(&encoder, a, &w->cross_kv, p->mb->encoder.output.norm.y, a->cross_kv);
     mt_attention call = mt_cross_call(m, p, w, a);
-    if (p->decode) call.k = m->k_cache[w - m->layers], call.v = mt_at(m->k_cache[w - m->layers], w->G * m->D, m->dtype);
+    if (p->decode) call.k = m->caches[w - m->layers].memory, call.v = mt_at(call.k, w->G * m->D, m->dtype);
     mt_attend_forward(m->ops, &call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -21616,7 +21842,7 @@ static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t sl
     for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
         const mt_layer *w = &m->layers[i];
         if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        void *place = mt_at(m->caches[i].memory, slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
         mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
         mt_bucket_acquire(m, w->bucket);
         mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
@@ -21672,7 +21898,9 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .backward = mt_cross_backward,
                                             .last = offsetof(mt_layer, o),
                                             .attends = true,
+                                            .is_bitwise = true,
                                             .widths = mt_cross_widths,
+                                            .caches = mt_cross_caches,
                                             .multiplications = mt_cross_multiplications,
                                             .check = mt_cross_check};
 

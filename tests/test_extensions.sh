@@ -10,7 +10,7 @@ if ! command -v patch >/dev/null; then
     exit 77
 fi
 export OMP_NUM_THREADS=1
-parts='activation optimizer loss family mixer placement'
+parts='activation optimizer loss family mixer feed_forward placement'
 libraries='mpi blas openmp dnnl yaml pcre2 utf8proc png jpeg cuda nccl cudnn gnuplot cmocka' # to do without
 tree=$work/tree
 
@@ -150,6 +150,10 @@ the_mixer_has_its_gradient() {
     has_its_slope --experimental-attention-variant moving_average --linear-attention-freq 2
 }
 
+the_feed_forward_has_its_gradient() {
+    has_its_slope --hybrid-override-pattern '*L'
+}
+
 # Its state carries a text through generation. Its weights have the names of its rows in the checkpoint.
 the_mixer_generates() {
     # shellcheck disable=SC2086
@@ -189,7 +193,8 @@ for test in places_are_counted patches_apply the_copy_compiles; do
 done
 make_tokens
 for test in the_activation_has_its_slope the_optimizer_steps the_loss_has_its_slope the_family_is_written_and_read \
-    the_mixer_has_its_gradient the_mixer_generates the_placement_has_its_gradient; do
+    the_mixer_has_its_gradient the_mixer_generates the_feed_forward_has_its_gradient \
+    the_placement_has_its_gradient; do
     check $test $test
 done
 exit $failed

@@ -451,7 +451,8 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
         fail_msg("%s", error.text);
     assert_string_equal(o.stack.pipeline_letters, "Ett|ttmmL");
     mt_options_free(&o);
-    expect_error(RUN "--hybrid-override-pattern Mx", "expects a letter for each layer, M (Mamba-2)");
+    expect_error(RUN "--hybrid-override-pattern Mx",
+                 "expects a letter for each layer of * (attention), - (MLP), E (experts), M (Mamba-2), got");
     expect_error(RUN "--hybrid-override-pattern M+",
                  "has latent attention (+), which layers with one half do not have");
     expect_error(RUN "--hybrid-override-pattern GM", "has gated delta nets (G), which");

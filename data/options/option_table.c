@@ -158,7 +158,7 @@ const mt_option mt_option_table[] = {
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
     {"experimental-attention-variant", MT_CHOICE, MT_AT(stack.experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
-     "none", "none|gated_delta_net|gdn|short_conv|mamba2|kda|dsa",
+     "none", "none|dsa|" MT_VARIANT_NAMES,
      "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
      "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; mamba2: as in Granite 4; kda: Kimi "
      "delta attention as in Kimi Linear. dsa, in all layers: sparse latent attention as in DeepSeek-V3.2 and GLM-5",
@@ -166,7 +166,7 @@ const mt_option mt_option_table[] = {
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
-     .needs = "experimental-attention-variant gated_delta_net|short_conv|mamba2|kda"},
+     .needs = "experimental-attention-variant " MT_VARIANT_NAMES},
     {"linear-num-key-heads", MT_INT, MT_AT(stack.linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
      "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net|kda"},
     {"linear-num-value-heads", MT_INT, MT_AT(stack.linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",
