@@ -394,8 +394,9 @@ mt_options mt_options_plain(int64_t num_layers, int64_t hidden_size, int64_t num
     };
 }
 
-#define MT_ACTIVATION_ROW(name, function, ...) {__VA_ARGS__},
-const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {MT_ACTIVATIONS(MT_ACTIVATION_ROW)};
+#define MT_ACTIVATION_ROW(name, function, gated, flag, names) {gated, offsetof(mt_options, flag), names},
+const mt_activation_row mt_activation_rows[MT_NUM_ACTIVATIONS] = {{false, 0, "gelu"},
+                                                                  MT_CHOSEN_ACTIVATIONS(MT_ACTIVATION_ROW)};
 
 mt_activation mt_options_activation(const mt_options *o) {
     int activation = MT_NUM_ACTIVATIONS - 1;
@@ -414,6 +415,16 @@ static bool mt_options_gated(const mt_options *o) {
     return mt_activation_rows[mt_options_activation(o)].gated;
 }
 
+int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
+    for (const mt_multiple *row = rows; row < rows + count; row++)
+        if (row->a % row->b != 0 && !(row->or_divisor && row->b % row->a == 0))
+            return mt_error_set(error, "%s %lld must be a multiple%s of %s%s%lld%s%s", row->a_name, (long long)row->a,
+                                row->or_divisor ? " or a divisor" : "", row->b_name ? row->b_name : "",
+                                row->b_name ? " " : "", (long long)row->b, row->advice ? "; " : "",
+                                row->advice ? row->advice : "");
+    return 0;
+}
+
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error) {
     for (const mt_constraint *c = constraints; c < constraints + count; c++) {
         const long long *n = c->numbers;
@@ -421,6 +432,10 @@ int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_erro
     }
     return 0;
 }
+
+/* True if a mixer's, or the model's, queries, keys and values come from latents: in its row. */
+static bool mt_mixer_is_latent(mt_mixer_kind mixer); // these two: §9g
+static bool mt_is_latent(const mt_options *o);
 
 /* A limit of 0 is none. */
 static bool mt_exceeds(int64_t value, int64_t limit) {
@@ -432,7 +447,7 @@ static bool mt_exceeds(int64_t value, int64_t limit) {
 /* In scoring and generation, sequences that cuDNN cannot take go to flash. */
 static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels, Dv = mt_value_channels(o);
-    bool trains = o->num_iterations > 0, latent = o->multi_latent_attention;
+    bool trains = o->num_iterations > 0, latent = mt_is_latent(o);
     bool deepseek = latent && D == l->cudnn_latent_channels && Dv == l->cudnn_channels;
     const mt_constraint rules[] = {
         {l->cudnn_tokens == 0, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash"},
@@ -478,11 +493,15 @@ static bool mt_has_router_loss(const mt_options *o) {
 }
 
 int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
+    return mt_is_latent(o) ? o->v_head_dim : o->value_channels > 0 ? o->value_channels : o->kv_channels;
 }
 
 int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
-    bool has_attention = mt_has_mixer(o, MT_MIXER_ATTENTION);
+    bool has_groups = false; // heads of keys and values, which latents do not have
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_mixer_kind mixer = mt_layer_kind_of(o, i).mixer;
+        has_groups |= mt_mixer_attends(mixer) && !mt_mixer_is_latent(mixer);
+    }
     const struct {
         const char *name;
         bool needed;
@@ -490,8 +509,8 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     } sizes[] = {{"num_layers", true, (double)o->num_layers},
                  {"hidden_size", true, (double)o->hidden_size},
                  {"num_attention_heads", true, (double)o->num_attention_heads},
-                 {"num_query_groups", has_attention, (double)o->num_query_groups},
-                 {"kv_channels", has_attention, (double)o->kv_channels},
+                 {"num_query_groups", has_groups, (double)o->num_query_groups},
+                 {"kv_channels", has_groups, (double)o->kv_channels},
                  {"ffn_hidden_size", mt_num_dense_layers(o) > 0, (double)o->ffn_hidden_size},
                  {"vocab_size", true, (double)o->vocab_size},
                  {"padded_vocab_size", true, (double)o->padded_vocab_size},
@@ -516,14 +535,12 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     return 0;
 }
 
-static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
+static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
 
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    int64_t D = o->kv_channels, E = o->num_experts, k = o->moe_router_topk;
-    int64_t groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    int64_t D = o->kv_channels;
     int64_t of_tower = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1); // channels of a head; or 0
-    bool latent = o->multi_latent_attention, has_aux_loss = mt_has_router_loss(o);
-    bool sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
+    bool latent = mt_is_latent(o);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
          "--attention-backend cudnn needs a GPU, and this run is on the CPU; leave it out"},
@@ -546,17 +563,6 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
              mt_exceeds(o->relative_attention_num_buckets, l->bias_buckets),
          "--relative-attention-num-buckets is %lld, and attention on this device has biases for at most %lld buckets",
          {o->relative_attention_num_buckets, l->bias_buckets}},
-        {E > 0 && mt_exceeds(k, l->router_topk),
-         "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
-         {k, l->router_topk}},
-        {mt_exceeds(mt_divide_up(E, 32) * 32 + groups, l->experts),
-         "--num-experts is %lld, and routers on this device have at most %lld experts with --moe-router-num-groups "
-         "%lld",
-         {E, l->experts - groups, o->moe_router_num_groups}},
-        {has_aux_loss && mt_exceeds(E, l->aux_loss_experts),
-         "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
-         "experts",
-         {E, l->aux_loss_experts}},
         {l->no_fp8 && o->fp8_format, "--fp8-format needs a GPU of compute capability 8.9 or more; leave it out"},
         {l->no_mxfp8 && o->fp8_format && mt_fp8_recipes[o->fp8_recipe].blocks == MT_FP8_VECTOR_32,
          "--fp8-recipe mxfp8 runs on the CPU only so far: no GPU before Blackwell multiplies by blocks of 32, and for "
@@ -572,12 +578,8 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
          "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
          "most %lld channels",
          {of_tower, l->head_channels}},
-        {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
-         "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
-         "experts",
-         {E, l->sinkhorn_experts}},
     };
-    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_mixers_check_limits(o, l, error)) return -1;
+    if (MT_CHECK_CONSTRAINTS(rules, error) || mt_kinds_check_limits(o, l, error)) return -1;
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
@@ -1091,21 +1093,25 @@ static bool mt_matmul_is_plain(bool is_small) {
 #endif
 }
 
-/* One tile of a product, by one thread. oneDNN is faster than OpenBLAS. */
-static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
-                              bool accumulate, bool is_small) {
-#ifdef MT_HAVE_DNNL
-    if (!is_small) {
-        mt_shelter_from_signals();
-        dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
-                                          a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
-        if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);
-        return;
-    }
-#endif
+/* One tile of a product, by one thread. */
+static void mt_matmul_blas(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                           bool accumulate) {
     cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans, b.transposed ? CblasTrans : CblasNoTrans,
                 (int)M, (int)N, (int)K, 1.0f, a.data, (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, c,
                 (int)stride);
+}
+
+/* The same, of large products: oneDNN is faster than OpenBLAS. */
+static void mt_matmul_library(float *c, int64_t stride, mt_matrix a, mt_matrix b, int64_t M, int64_t N, int64_t K,
+                              bool accumulate) {
+#ifdef MT_HAVE_DNNL
+    mt_shelter_from_signals();
+    dnnl_status_t status = dnnl_sgemm(a.transposed ? 'T' : 'N', b.transposed ? 'T' : 'N', M, N, K, 1.0f, a.data,
+                                      a.stride, b.data, b.stride, accumulate ? 1.0f : 0.0f, c, stride);
+    if (status != dnnl_success) mt_die("dnnl_sgemm failed with status %d; out of memory?", (int)status);
+#else
+    mt_matmul_blas(c, stride, a, b, M, N, K, accumulate);
+#endif
 }
 
 /* A library's product is in tiles that depend on the shape only, each computed by one thread. The library itself would
@@ -1126,8 +1132,9 @@ static void mt_matmul_tiles(float *c, int64_t stride, mt_matrix a, mt_matrix b, 
 #pragma omp parallel for collapse(2) schedule(dynamic) if (!is_small)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
-            mt_matmul_library(c + m * stride + n, stride, mt_matrix_at(a, m, 0), mt_matrix_at(b, 0, n),
-                              mt_min(rows, M - m), mt_min(columns, N - n), K, accumulate, is_small);
+            (is_small ? mt_matmul_blas : mt_matmul_library)(c + m * stride + n, stride, mt_matrix_at(a, m, 0),
+                                                            mt_matrix_at(b, 0, n), mt_min(rows, M - m),
+                                                            mt_min(columns, N - n), K, accumulate);
 }
 #else
 static void mt_matmul_prepare(void) {
@@ -2499,14 +2506,19 @@ static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_s
     mt_attention_each_block(a, dtype, mt_scratch_reserve(floats), mt_attention_forward_block);
 }
 
+/* The numbers of one query in attention's backward. */
+typedef struct mt_query_numbers {
+    float scale, lse, dot;
+} mt_query_numbers;
+
 /* One query's row of the scores with biases, those of the band from `at` on: see mt_attention_backward_scores. */
 static void mt_attention_backward_biased(float *p, float *ds, float *dbias, const mt_bias_band *band, int64_t at,
-                                         int64_t begin, int64_t end, float scale, float lse, float dot) {
+                                         int64_t begin, int64_t end, mt_query_numbers q) {
     for (int64_t j = begin; j < end; j++) {
-        p[j] = mt_exp(p[j] * scale + band->values[at + j] - lse);
-        float gradient = p[j] * (ds[j] - dot);
+        p[j] = mt_exp(p[j] * q.scale + band->values[at + j] - q.lse);
+        float gradient = p[j] * (ds[j] - q.dot);
         if (dbias) dbias[band->buckets[at + j]] += gradient;
-        ds[j] = gradient * scale;
+        ds[j] = gradient * q.scale;
     }
 }
 
@@ -2530,7 +2542,8 @@ static void mt_attention_backward_scores(float *p, float *ds, float *dbias, cons
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
         if (band) {
-            mt_attention_backward_biased(p_row, ds_row, dbias, band, rows - 1 - i, begin, end, call->scale, lse, dot);
+            mt_query_numbers query = {call->scale, lse, dot};
+            mt_attention_backward_biased(p_row, ds_row, dbias, band, rows - 1 - i, begin, end, query);
         } else {
 #pragma omp simd
             for (int64_t j = begin; j < end; j++) {
@@ -4222,6 +4235,9 @@ const mt_ops mt_cpu_ops = {
     .name = "cpu", .limits = {.one_attention = true}, MT_OPERATIONS(MT_CPU_ENTRY) MT_PLAIN_OPERATIONS(MT_CPU_ENTRY)};
 
 #ifndef MT_HAVE_CUDA
+void mt_cuda_prepare(int num_ranks) {
+}
+
 int mt_cuda_num_gpus(void) {
     return 0;
 }
@@ -4346,12 +4362,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     return (mt_group *)((char *)grid + mt_group_kinds[kind].offset);
 }
 
-/* Key heads of linear attention, or groups of Mamba-2: one mixer of these kinds per model. */
-static int64_t mt_linear_key_heads(const mt_options *o) {
-    if (mt_has_mixer(o, MT_MIXER_MAMBA2)) return o->mamba_num_groups;
-    bool has_delta = mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET) || mt_has_mixer(o, MT_MIXER_KDA);
-    return has_delta ? o->linear_num_key_heads : 0;
-}
+static int64_t mt_linear_key_heads(const mt_options *o); // §9g
 
 mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
     mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
@@ -4447,9 +4458,7 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
-    // For ops->first_use_waits: CUDA then loads the kernels of this program and of NCCL when it starts. Those of
-    // cuBLASLt still load at their first use.
-    if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    mt_cuda_prepare(grid->world.size);
 #else
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
     if (!size) size = getenv("PMI_SIZE");
@@ -5382,8 +5391,8 @@ static void mt_fp8_begin(const mt_linear_pass *pass, const mt_linear *l, const m
     scratch->capacity = bytes * 9 / 8, scratch->base = ops->memory_alloc_ordered(scratch->capacity, pass->tp->stream);
 }
 
-/* How x, w or dy of a linear is quantized; R: rows of x. Where it returns rows, which lie in x, the operation that
- * computes x stores them; else the linear quantizes x. */
+/* The operands that quantize x, w or dy of a linear, which lies in x[R, ...]. If they have `rows`, these lie in x too:
+ * the operation that computes x stores it in fp8. Otherwise the linear quantizes x. */
 static mt_quantize_args mt_fp8_args(bool training, const mt_linear *l, mt_fp8_operand operand, const void *x, int64_t R,
                                     const int32_t *offsets) {
     const mt_fp8_linear *f = l ? l->fp8 : NULL;
@@ -5474,9 +5483,13 @@ static void mt_fp8_run_product(const mt_product *p, mt_fp8_product_args a) {
  * a), da += dh^T dropout(x), db += dy^T h. The backward computes h again. If x is cut among ranks, h and db are partial
  * sums over them; otherwise da is. */
 
+static bool mt_adapter_exists(const mt_adapter *adapter) {
+    return adapter->R > 0;
+}
+
 /* True if a linear has adapters that are switched on. */
 static bool mt_linear_adapts(const mt_linear *l) {
-    return l->adapter.R > 0 && !*l->adapter.off;
+    return mt_adapter_exists(&l->adapter) && !*l->adapter.off;
 }
 
 /* The operands of the products with b of a part, or with a (part -1); x of a is io.x. */
@@ -5544,7 +5557,7 @@ static void mt_adapter_forward(const mt_product *p) {
         part.l = &linear, part.T = rows[i + 1] - rows[i];
         part.io.x = mt_at(p->io.x, rows[i] * linear.K, p->tp->dtype);
         part.io.y = mt_at(p->io.y, rows[i] * linear.N, p->tp->dtype);
-        if (part.T > 0 && linear.adapter.R > 0) mt_adapter_add(&part);
+        if (part.T > 0 && mt_adapter_exists(&linear.adapter)) mt_adapter_add(&part);
     }
 }
 
@@ -5806,7 +5819,7 @@ static void mt_row_backward(const mt_product *whole, int halves) {
 
 /* ---- the functions for layers */
 
-/* A use of a linear; T is that of one that is not cut among ranks. */
+/* The product of a use of a linear; a column- or row-parallel linear then sets its own T. */
 static mt_product mt_linear_use(mt_linear_pass pass, const mt_linear *l, const mt_linear_io *io) {
     return (mt_product){.pass = pass,
                         .tp = pass.tp,
@@ -6512,31 +6525,48 @@ typedef struct mt_outer {
     mt_linear head; // C -> V, the vocabulary; or C -> 1, a value
 } mt_outer;
 
-/* Norms before and after each block of a layer. */
-static bool mt_norms_before(const mt_options *o) {
-    return o->norm_placement != MT_NORM_AFTER;
-}
-static bool mt_norms_after(const mt_options *o) {
-    return o->norm_placement != MT_NORM_BEFORE;
+#define MT_NORM_PLACEMENT_SET(name, choice, norms) [MT_NORM_##name] = norms,
+unsigned mt_placed_norms(const mt_options *o) {
+    static const unsigned sets[MT_NUM_NORM_PLACEMENTS] = {MT_NORM_PLACEMENTS(MT_NORM_PLACEMENT_SET)};
+    return sets[o->norm_placement];
 }
 
-/* True if query and key heads are normalised (q/k norm), each or, with qk_layernorm_all_heads, together. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
+/* The norms of a layer: those around the blocks that it has, and of heads of attention (q/k norm). Latent attention has
+ * norms of its latents instead. */
+static unsigned mt_layer_norms(const mt_options *o, const mt_layer_kind *kind) {
+    unsigned norms = mt_placed_norms(o);
+    if (kind->mixer == MT_MIXER_NONE) norms &= ~(1u << MT_NORM_MIXER_IN | 1u << MT_NORM_MIXER_OUT);
+    if (kind->feed_forward == MT_FEED_FORWARD_NONE)
+        norms &= ~(1u << MT_NORM_FEED_FORWARD_IN | 1u << MT_NORM_FEED_FORWARD_OUT);
+    if (!mt_mixer_attends(kind->mixer) || !o->qk_layernorm || mt_mixer_is_latent(kind->mixer)) return norms;
+    return norms | 1u << (o->qk_layernorm_all_heads ? MT_NORM_ALL_HEADS : MT_NORM_HEADS);
+}
+
+static bool mt_has_norm(unsigned norms, mt_norm_place place) {
+    return norms >> place & 1;
+}
+
+/* True if queries and keys are normalised, each head or all together. */
+static bool mt_has_head_norms(unsigned norms) {
+    return mt_has_norm(norms, MT_NORM_HEADS) || mt_has_norm(norms, MT_NORM_ALL_HEADS);
+}
+
+/* The norms that some layer of the model has, or some module of multi-token prediction. */
+static unsigned mt_any_norms(const mt_options *o) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    unsigned norms = 0;
+    for (int64_t layer = 0; layer < layers; layer++) norms |= mt_layer_kind_of(o, layer).norms;
+    return norms;
 }
 
 /* True if RoPE rotates queries and keys. Latent attention has it beside learned positions too, as in Megatron-Core. */
 static bool mt_has_rope(const mt_options *o) {
     bool is_learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
-    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && o->multi_latent_attention);
+    return o->position_embedding_type == MT_POSITION_ROPE || (is_learned && mt_is_latent(o));
 }
 
 bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
-}
-
-static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
-    return mixer == MT_MIXER_LATENT_ATTENTION || mixer == MT_MIXER_SPARSE_ATTENTION;
 }
 
 /* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
@@ -6548,49 +6578,74 @@ static bool mt_shares_indices(const mt_options *o, int64_t layer) {
 }
 
 /* The mixer of the layers in linear_layers. */
-static const mt_mixer_kind mt_variant_mixers[] = {
-    [MT_VARIANT_GATED_DELTA_NET] = MT_MIXER_GATED_DELTA_NET,
-    [MT_VARIANT_GDN] = MT_MIXER_GATED_DELTA_NET,
-    [MT_VARIANT_SHORT_CONV] = MT_MIXER_SHORT_CONV,
-    [MT_VARIANT_MAMBA2] = MT_MIXER_MAMBA2,
-    [MT_VARIANT_KDA] = MT_MIXER_KDA,
-};
+#define MT_VARIANT_MIXER(name, ...) [MT_VARIANT_##name] = MT_MIXER_##name,
+static const mt_mixer_kind mt_variant_mixers[] = {MT_VARIANT_MIXERS(MT_VARIANT_MIXER)[MT_VARIANT_GDN] =
+                                                      MT_MIXER_GATED_DELTA_NET};
 
-/* The layer of an encoder-decoder. */
+/* The mixer of the layers that no list gives another one. */
+static mt_mixer_kind mt_common_mixer(const mt_options *o) {
+    if (o->experimental_attention_variant == MT_VARIANT_DSA) return MT_MIXER_SPARSE_ATTENTION;
+    return o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION;
+}
+
+/* The half of an encoder-decoder that has the layer. A layer of the decoder is two layers here: the first one has
+ * attention, the second one cross attention and the feed-forward. */
 static void mt_layer_kind_of_half(mt_layer_kind *kind, const mt_options *o, int64_t layer) {
     int64_t row = layer - o->encoder_num_layers; // of the decoder
     kind->of_encoder = row < 0;
+    if (row >= 0 && row % 2 == 0) kind->feed_forward = MT_FEED_FORWARD_NONE;
     if (row >= 0 && row % 2 == 1) kind->mixer = MT_MIXER_CROSS_ATTENTION;
+}
+
+#define MT_MIXER_LETTER(name, row, letter, ...)        [MT_MIXER_##name] = letter,
+#define MT_FEED_FORWARD_LETTER(name, row, letter, ...) [MT_FEED_FORWARD_##name] = letter,
+static const char mt_mixer_letters[MT_NUM_MIXERS] = {MT_MIXERS(MT_MIXER_LETTER)};
+static const char mt_feed_forward_letters[MT_NUM_FEED_FORWARDS] = {MT_FEED_FORWARDS(MT_FEED_FORWARD_LETTER)};
+
+bool mt_layer_kind_read(mt_layer_kind *kind, const char *letters, int64_t count) {
+    const char *at = count > 0 && *letters ? memchr(mt_mixer_letters, *letters, MT_NUM_MIXERS) : NULL;
+    kind->mixer = at ? (mt_mixer_kind)(at - mt_mixer_letters) : MT_MIXER_NONE;
+    kind->feed_forward = MT_FEED_FORWARD_NONE;
+    if (at) letters++, count--;
+    if (count == 0) return at != NULL;
+    at = memchr(mt_feed_forward_letters, *letters, MT_NUM_FEED_FORWARDS);
+    if (at) kind->feed_forward = (mt_feed_forward_kind)(at - mt_feed_forward_letters);
+    return at && count == 1 && *letters;
+}
+
+#define MT_MIXER_TYPE(name, row, letter, type, ...)        [MT_MIXER_##name] = type,
+#define MT_FEED_FORWARD_TYPE(name, row, letter, type, ...) [MT_FEED_FORWARD_##name] = type,
+const char *mt_layer_type(const mt_layer_kind *kind) {
+    static const char *const mixers[] = {MT_MIXERS(MT_MIXER_TYPE)};
+    static const char *const feed_forwards[] = {MT_FEED_FORWARDS(MT_FEED_FORWARD_TYPE)};
+    return kind->mixer == MT_MIXER_NONE ? feed_forwards[kind->feed_forward] : mixers[kind->mixer];
+}
+
+bool mt_layer_listed(const char *layers, int64_t layer) {
+    return layers && layers[layer] == '1';
 }
 
 mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     int64_t letter = mt_min(layer, o->num_layers - 1);
-    bool of_module = o->hybrid_layers && o->mtp_hybrid_layers && layer >= o->num_layers;
-    char half = o->hybrid_layers && !of_module ? o->hybrid_layers[letter] : 0;
-    bool has_experts = o->moe_layers && o->moe_layers[letter] == '1';
-    bool has_window = o->window_size > 0 && (!o->window_layers || o->window_layers[letter] == '1');
-    bool has_rope = mt_has_rope(o) && (!o->rope_layers || o->rope_layers[letter] == '1');
-    bool is_linear = o->linear_layers && layer < o->num_layers && o->linear_layers[layer] == '1'; // modules attend
-    mt_layer_kind kind = {.mixer = o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION};
-    if (is_linear) kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
-    if (o->experimental_attention_variant == MT_VARIANT_DSA) kind.mixer = MT_MIXER_SPARSE_ATTENTION;
+    bool is_module = layer >= o->num_layers; // which attends
+    bool has_window = o->window_size > 0 && (!o->window_layers || mt_layer_listed(o->window_layers, letter));
+    bool has_rope = mt_has_rope(o) && (!o->rope_layers || mt_layer_listed(o->rope_layers, letter));
+    mt_layer_kind kind = {.mixer = mt_common_mixer(o)};
+    if (!is_module && mt_layer_listed(o->linear_layers, layer))
+        kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
+    if (mt_layer_listed(o->moe_layers, letter)) kind.feed_forward = MT_FEED_FORWARD_EXPERTS;
     kind.shares_indices = mt_shares_indices(o, layer);
     if (o->decoder_num_layers > 0) mt_layer_kind_of_half(&kind, o, layer);
-    if (half && half != '*') kind.mixer = half == 'M' ? MT_MIXER_MAMBA2 : MT_MIXER_NONE;
+    if (o->hybrid_layers && is_module && o->mtp_hybrid_layers)
+        mt_layer_kind_read(&kind, o->mtp_hybrid_layers, (int64_t)strlen(o->mtp_hybrid_layers));
+    else if (o->hybrid_layers)
+        mt_layer_kind_read(&kind, &o->hybrid_layers[letter], 1);
     if (!mt_mixer_attends(kind.mixer)) has_window = has_rope = false;
-    kind.feed_forward = has_experts ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_DENSE;
-    if (o->decoder_num_layers > 0 && !kind.of_encoder && kind.mixer == MT_MIXER_ATTENTION)
-        kind.feed_forward = MT_FEED_FORWARD_NONE;
-    if (half && half != '-') kind.feed_forward = half == 'E' ? MT_FEED_FORWARD_EXPERTS : MT_FEED_FORWARD_NONE;
-    if (of_module) { // its halves
-        bool has_mlp = strchr(o->mtp_hybrid_layers, '-') != NULL, visits = strchr(o->mtp_hybrid_layers, 'E') != NULL;
-        if (*o->mtp_hybrid_layers != '*') kind.mixer = MT_MIXER_NONE, has_rope = false;
-        kind.feed_forward = visits ? MT_FEED_FORWARD_EXPERTS : has_mlp ? MT_FEED_FORWARD_DENSE : MT_FEED_FORWARD_NONE;
-    }
     kind.window = has_window ? o->window_size : 0;
     kind.groups = has_window && o->window_num_query_groups > 0 ? o->window_num_query_groups : o->num_query_groups;
     kind.softmax = has_window || !o->sinks_in_windows_only ? o->softmax_type : MT_SOFTMAX_VANILLA;
     kind.rope = !has_rope ? MT_ROPE_NONE : has_window && o->window_rotary_base > 0 ? MT_ROPE_WINDOW : MT_ROPE_MODEL;
+    kind.norms = mt_layer_norms(o, &kind);
     return kind;
 }
 
@@ -6629,7 +6684,7 @@ bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
     return a.mixer == b.mixer && a.feed_forward == b.feed_forward && a.rope == b.rope && a.window == b.window &&
            a.groups == b.groups && a.softmax == b.softmax && a.shares_indices == b.shares_indices &&
-           a.of_encoder == b.of_encoder;
+           a.of_encoder == b.of_encoder && a.norms == b.norms;
 }
 
 int64_t mt_options_common_window(const mt_options *o) {
@@ -6734,29 +6789,24 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
     X(LEARNED_POSITIONS, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, "--position-embedding-type")      \
     X(RELATIVE, o->position_embedding_type == MT_POSITION_RELATIVE, "--position-embedding-type")                       \
     X(ENCODER, o->decoder_num_layers > 0, "--decoder-num-layers")                                                      \
-    X(CROSS, mixer == MT_MIXER_CROSS_ATTENTION, "--decoder-num-layers")                                                \
     X(LM_HEAD, o->untie_embeddings_and_output_weights && o->head_type == MT_HEAD_LM,                                   \
       "--untie-embeddings-and-output-weights")                                                                         \
     X(SEQUENCE_HEAD, o->head_type == MT_HEAD_SEQUENCE, "--value-head")                                                 \
     X(TOKEN_HEAD, o->head_type == MT_HEAD_TOKEN, "--value-head")                                                       \
     X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
-    X(NORMS_BEFORE, mt_norms_before(o), "--norm-placement")                                                            \
-    X(NORMS_AFTER, mt_norms_after(o), "--norm-placement")                                                              \
+    X(MIXER_IN_NORM, mt_has_norm(placed, MT_NORM_MIXER_IN), "--norm-placement")                                        \
+    X(MIXER_OUT_NORM, mt_has_norm(placed, MT_NORM_MIXER_OUT), "--norm-placement")                                      \
+    X(FEED_FORWARD_IN_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_IN), "--norm-placement")                          \
+    X(FEED_FORWARD_OUT_NORM, mt_has_norm(placed, MT_NORM_FEED_FORWARD_OUT), "--norm-placement")                        \
     X(NO_ATTENTION, !attends, "--linear-attention-freq") /* another mixer, or none */                                  \
-    X(DELTA, mixer == MT_MIXER_GATED_DELTA_NET, "--linear-attention-freq")                                             \
-    X(SHORT_CONV, mixer == MT_MIXER_SHORT_CONV, "--linear-attention-freq")                                             \
-    X(KDA, mixer == MT_MIXER_KDA, "--linear-attention-freq")                                                           \
-    X(MAMBA, mixer == MT_MIXER_MAMBA2, "--hybrid-override-pattern")                                                    \
     X(CONV_BIAS, o->mamba_conv_bias, "--disable-mamba-conv-bias")                                                      \
-    X(NO_MIXER, mixer == MT_MIXER_NONE, "--hybrid-override-pattern")                                                   \
     X(NO_MLP, kind.feed_forward != MT_FEED_FORWARD_DENSE, "--moe-layer-freq") /* experts, or nothing */                \
-    X(NO_FEED_FORWARD, layer >= 0 && kind.feed_forward == MT_FEED_FORWARD_NONE, "--hybrid-override-pattern")           \
-    X(LATENT, attends && o->multi_latent_attention, "--multi-latent-attention")                                        \
-    X(Q_LATENT, attends && o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                           \
-    X(LATENT_NORMS, attends && o->multi_latent_attention && o->qk_layernorm, "--qk-layernorm")                         \
+    X(LATENT, latent, "--multi-latent-attention")                                                                      \
+    X(Q_LATENT, latent && o->q_lora_rank > 0, "--q-lora-rank")                                                         \
+    X(LATENT_NORMS, latent && o->qk_layernorm, "--qk-layernorm")                                                       \
     X(INDEXER, mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices, "--experimental-attention-variant")         \
-    X(HEAD_NORMS, attends &&mt_norms_heads(o) && !o->qk_layernorm_all_heads, "--qk-layernorm")                         \
-    X(ALL_HEADS_NORMS, attends &&mt_norms_heads(o) && o->qk_layernorm_all_heads, "--qk-layernorm-all-heads")           \
+    X(HEAD_NORMS, mt_has_norm(kind.norms, MT_NORM_HEADS), "--qk-layernorm")                                            \
+    X(ALL_HEADS_NORMS, mt_has_norm(kind.norms, MT_NORM_ALL_HEADS), "--qk-layernorm-all-heads")                         \
     X(SINKS, attends &&has_sinks, "--softmax-type")                                                                    \
     X(OUTPUT_GATE, attends && o->attention_output_gate, "--attention-output-gate")                                     \
     X(QKV_BIAS, attends && o->add_qkv_bias, "--add-qkv-bias")                                                          \
@@ -6779,21 +6829,36 @@ static int64_t mt_dimension_size(const mt_options *o, int64_t layer, mt_dimensio
 #define MT_CONDITION_BIT(name, test, option)    | (uint64_t)(test) << MT_CONDITION_##name
 #define MT_CONDITION_OPTION(name, test, option) option,
 
-enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+/* One for each mixer and feed-forward too. */
+#define MT_MIXER_CONDITION(name, ...)        MT_CONDITION_MIXER_##name,
+#define MT_FEED_FORWARD_CONDITION(name, ...) MT_CONDITION_FEED_FORWARD_##name,
+#define MT_MIXER_BIT(name, ...)              MT_CONDITION_BIT(MIXER_##name, mixer == MT_MIXER_##name, NULL)
+#define MT_FEED_FORWARD_BIT(name, ...)                                                                                 \
+    MT_CONDITION_BIT(FEED_FORWARD_##name, kind.feed_forward == MT_FEED_FORWARD_##name, NULL)
+#define MT_MIXER_OPTION(name, row, letter, type, option, variant) option,
+#define MT_FEED_FORWARD_OPTION(name, row, letter, type, option)   option,
 
-static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+enum {
+    MT_MIXERS(MT_MIXER_CONDITION) MT_FEED_FORWARDS(MT_FEED_FORWARD_CONDITION) MT_CONDITIONS(MT_CONDITION_NAME)
+        MT_NUM_CONDITIONS
+};
+_Static_assert(MT_NUM_CONDITIONS <= 64, "a bit for each condition");
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {
+    MT_MIXERS(MT_MIXER_OPTION) MT_FEED_FORWARDS(MT_FEED_FORWARD_OPTION) MT_CONDITIONS(MT_CONDITION_OPTION)};
 
 /* A bit for each condition that holds. */
 static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = layer >= 0 ? mt_layer_kind_of(o, layer) : (mt_layer_kind){0};
     mt_mixer_kind mixer = kind.mixer;
     bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
-    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0;
-    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+    bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0, latent = mt_mixer_is_latent(mixer);
+    unsigned placed = mt_placed_norms(o);
+    return 0 MT_MIXERS(MT_MIXER_BIT) MT_FEED_FORWARDS(MT_FEED_FORWARD_BIT) MT_CONDITIONS(MT_CONDITION_BIT);
 }
 
-/* The columns of tensor names, and each family's. REPEATED: of the copy that DeepSeek's files have in each module of
- * multi-token prediction. */
+/* The columns of tensor names, and each family's. REPEATED: names of the tensors that DeepSeek's files repeat in each
+ * module of multi-token prediction. */
 enum {
     MT_NAMES_LLAMA,
     MT_NAMES_GPT2,
@@ -6946,68 +7011,76 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(INDEXER_WEIGHTS, LAYER, REPLICATED, INDEXER_HEADS, C, indexer_weights.weight, MT_HAS(INDEXER), 0,
             "self_attn.indexer.weights_proj.weight"),
     MT_ROLE(ATTENTION_GATE, LAYER, COLUMN, HD, C, gate.weight, MT_HAS(OUTPUT_GATE), 0, "self_attn.q_proj.weight"),
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0,
+            MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
             "self_attn.q_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
             [MT_NAMES_NEMOTRON_H] = "mixer.q_proj.weight", [MT_NAMES_T5] = "SelfAttention.q.weight"),
-    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0,
+             MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
              "self_attn.k_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.k_proj.weight", [MT_NAMES_T5] = "SelfAttention.k.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0, MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(CROSS),
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, qkv.weight, 0,
+             MT_HAS(LATENT) | MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
              "self_attn.v_proj.weight", [MT_NAMES_GPT2] = "attn.c_attn.weight",
              [MT_NAMES_NEMOTRON_H] = "mixer.v_proj.weight", [MT_NAMES_T5] = "SelfAttention.v.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION) | MT_HAS(CROSS), "self_attn.o_proj.weight",
-            [MT_NAMES_GPT2] = "attn.c_proj.weight", [MT_NAMES_LFM2] = "self_attn.out_proj.weight",
-            [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight", [MT_NAMES_T5] = "SelfAttention.o.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, MT_HAS(NO_ATTENTION) | MT_HAS(MIXER_CROSS_ATTENTION),
+            "self_attn.o_proj.weight", [MT_NAMES_GPT2] = "attn.c_proj.weight",
+            [MT_NAMES_LFM2] = "self_attn.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.o_proj.weight",
+            [MT_NAMES_T5] = "SelfAttention.o.weight"),
     /* cross attention */
-    MT_ROLE(Q, LAYER, COLUMN, HD, C, cross_q.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, cross_q.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.q_proj.weight", [MT_NAMES_T5] = "EncDecAttention.q.weight"),
-    MT_ROLE(K, LAYER, COLUMN_KV, GD, C, cross_kv.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(K, LAYER, COLUMN_KV, GD, C, cross_kv.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.k_proj.weight", [MT_NAMES_T5] = "EncDecAttention.k.weight"),
-    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, cross_kv.weight, MT_HAS(CROSS), 0,
+    MT_FUSED(V, LAYER, COLUMN_KV, GDV, C, cross_kv.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
              "cross_attn.v_proj.weight", [MT_NAMES_T5] = "EncDecAttention.v.weight"),
-    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(CROSS), 0,
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.o_proj.weight", [MT_NAMES_T5] = "EncDecAttention.o.weight"),
     /* gated delta net */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_b.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(DELTA), 0,
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_a.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(DELTA), 0, "linear_attn.out_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.out_proj.weight"),
     /* Kimi delta attention */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.q_proj.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.k_proj.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.v_proj.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(KDA), 0, "self_attn.b_proj.weight"),
-    MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(KDA), 0, "self_attn.f_a_proj.weight"),
-    MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(KDA), 0, "self_attn.f_b_proj.weight"),
-    MT_ROLE(KDA_G_A, LAYER, REPLICATED, VALUE_CHANNELS, C, g_a.weight, MT_HAS(KDA), 0, "self_attn.g_a_proj.weight"),
-    MT_ROLE(KDA_G_B, LAYER, COLUMN, VALUES, VALUE_CHANNELS, g_b.weight, MT_HAS(KDA), 0, "self_attn.g_b_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(KDA), 0, "self_attn.o_proj.weight"),
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.q_proj.weight"),
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.k_proj.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.v_proj.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.b_proj.weight"),
+    MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.f_a_proj.weight"),
+    MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.f_b_proj.weight"),
+    MT_ROLE(KDA_G_A, LAYER, REPLICATED, VALUE_CHANNELS, C, g_a.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.g_a_proj.weight"),
+    MT_ROLE(KDA_G_B, LAYER, COLUMN, VALUES, VALUE_CHANNELS, g_b.weight, MT_HAS(MIXER_KDA), 0,
+            "self_attn.g_b_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_KDA), 0, "self_attn.o_proj.weight"),
     /* gated short convolution */
-    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(SHORT_CONV), 0, "conv.out_proj.weight"),
+    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.out_proj.weight"),
     /* Mamba-2 */
-    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MAMBA), 0,
+    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MAMBA), 0,
+    MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.out_proj.weight"),
     /* MLP, or shared expert and router */
     MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(GATED), MT_HAS(NO_MLP), "mlp.gate_proj.weight",
@@ -7057,18 +7130,18 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0,
             "eh_proj.weight", [MT_NAMES_MIMO] = "input_proj.weight"),
     /* taps, which no optimizer of matrices steps, behind the matrices */
-    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(DELTA), 0, "linear_attn.conv1d.weight"),
-    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.q_conv1d.weight"),
-    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(KDA), 0, "self_attn.k_conv1d.weight"),
-    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(KDA), 0, "self_attn.v_conv1d.weight"),
-    MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(SHORT_CONV), 0, "conv.conv.weight"),
-    MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.conv1d.weight"),
+    MT_ROLE(CONV_Q, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.q_conv1d.weight"),
+    MT_FUSED(CONV_K, LAYER, KEY_TAPS, KEYS, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.k_conv1d.weight"),
+    MT_FUSED(CONV_V, LAYER, TAPS, VALUES, TAPS, conv, MT_HAS(MIXER_KDA), 0, "self_attn.v_conv1d.weight"),
+    MT_ROLE(SHORT_TAPS, LAYER, TAPS, C, TAPS, conv, MT_HAS(MIXER_SHORT_CONV), 0, "conv.conv.weight"),
+    MT_ROLE(CONV_X, LAYER, TAPS, MAMBA_INNER, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_B, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
-    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MAMBA), 0,
+    MT_FUSED(CONV_C, LAYER, KEY_TAPS, MAMBA_STATES, TAPS, mamba_conv, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.conv1d.weight", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.weight"),
     MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm.weight, MT_HAS(MTP), 0,
             "enorm.weight", [MT_NAMES_MIMO] = "token_layernorm.weight"),
@@ -7083,31 +7156,32 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(MTP_FINAL_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mtp_final_norm.bias, MT_HAS(MTP) | MT_HAS(LAYERNORM), 0,
             "shared_head.norm.bias"),
     /* vectors */
-    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(NORMS_BEFORE), MT_HAS(NO_MIXER),
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm.weight, MT_HAS(MIXER_IN_NORM), MT_HAS(MIXER_NONE),
             "input_layernorm.weight", [MT_NAMES_GPT2] = "ln_1.weight", [MT_NAMES_LFM2] = "operator_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
-    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_MIXER), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
-    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_MIXER),
-            "post_attention_layernorm.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm.bias, MT_HAS(MIXER_IN_NORM) | MT_HAS(LAYERNORM),
+            MT_HAS(MIXER_NONE), "input_layernorm.bias", [MT_NAMES_GPT2] = "ln_1.bias"),
+    MT_ROLE(ATTENTION_OUT_NORM, LAYER, NORM, C, ONE, attention_out_norm.weight, MT_HAS(MIXER_OUT_NORM),
+            MT_HAS(MIXER_NONE), "post_attention_layernorm.weight"),
     MT_ROLE(ATTENTION_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, attention_out_norm.bias,
-            MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_MIXER), "post_attention_layernorm.bias"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(MIXER_NONE), "post_attention_layernorm.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(FEED_FORWARD_NONE),
             "post_attention_layernorm.weight", [MT_NAMES_GPT2] = "ln_2.weight", [MT_NAMES_LFM2] = "ffn_norm.weight",
             [MT_NAMES_NEMOTRON_H] = "norm.weight", [MT_NAMES_T5] = "layer_norm.weight"),
-    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER),
-            MT_HAS(NO_FEED_FORWARD), "pre_feedforward_layernorm.weight"),
-    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(NORMS_BEFORE) | MT_HAS(LAYERNORM),
-            MT_HAS(NORMS_AFTER) | MT_HAS(NO_FEED_FORWARD),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm.weight, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM),
+            MT_HAS(FEED_FORWARD_NONE), "pre_feedforward_layernorm.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias, MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(LAYERNORM),
+            MT_HAS(MIXER_OUT_NORM) | MT_HAS(FEED_FORWARD_NONE),
             "post_attention_layernorm.bias", [MT_NAMES_GPT2] = "ln_2.bias"),
     MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm.bias,
-            MT_HAS(NORMS_BEFORE) | MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM), MT_HAS(NO_FEED_FORWARD),
+            MT_HAS(FEED_FORWARD_IN_NORM) | MT_HAS(MIXER_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(FEED_FORWARD_NONE),
             "pre_feedforward_layernorm.bias"),
-    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(NORMS_AFTER), MT_HAS(NO_FEED_FORWARD),
-            "post_feedforward_layernorm.weight"),
-    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias, MT_HAS(NORMS_AFTER) | MT_HAS(LAYERNORM),
-            MT_HAS(NO_FEED_FORWARD), "post_feedforward_layernorm.bias"),
+    MT_ROLE(MLP_OUT_NORM, LAYER, NORM, C, ONE, mlp_out_norm.weight, MT_HAS(FEED_FORWARD_OUT_NORM),
+            MT_HAS(FEED_FORWARD_NONE), "post_feedforward_layernorm.weight"),
+    MT_ROLE(MLP_OUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_out_norm.bias,
+            MT_HAS(FEED_FORWARD_OUT_NORM) | MT_HAS(LAYERNORM), MT_HAS(FEED_FORWARD_NONE),
+            "post_feedforward_layernorm.bias"),
     MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT) | MT_HAS(LATENT_NORMS), 0,
             "self_attn.q_a_layernorm.weight"),
     MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT) | MT_HAS(LATENT_NORMS), 0,
@@ -7122,27 +7196,32 @@ static const mt_role_row mt_role_rows[] = {
             "self_attn.k_norm.weight", [MT_NAMES_LFM2] = "self_attn.k_layernorm.weight"),
     MT_ROLE(Q_NORM, LAYER, Q_HEADS_NORM, HD, ONE, q_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.q_norm.weight"),
     MT_ROLE(K_NORM, LAYER, KV_HEADS_NORM, GD, ONE, k_norm, MT_HAS(ALL_HEADS_NORMS), 0, "self_attn.k_norm.weight"),
-    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(DELTA), 0,
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(MIXER_GATED_DELTA_NET), 0,
             "linear_attn.norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(DELTA), 0, "linear_attn.A_log"),
-    MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(DELTA), 0, "linear_attn.dt_bias"),
-    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(KDA), 0, "self_attn.o_norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(KDA), 0, "self_attn.A_log"),
-    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, KEYS, ONE, dt_bias, MT_HAS(KDA), 0, "self_attn.dt_bias"),
-    MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MAMBA), 0,
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, DECAY_BIASES, VALUE_HEADS, ONE, dt_bias, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+            "linear_attn.dt_bias"),
+    MT_ROLE(DELTA_NORM, LAYER, GATED_NORM, VALUE_CHANNELS, ONE, delta_norm, MT_HAS(MIXER_KDA), 0,
+            "self_attn.o_norm.weight"),
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, VALUE_HEADS, ONE, A_log, MT_HAS(MIXER_KDA), 0, "self_attn.A_log"),
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, KEYS, ONE, dt_bias, MT_HAS(MIXER_KDA), 0, "self_attn.dt_bias"),
+    MT_ROLE(MAMBA_NORM, LAYER, CHANNEL_NORM, MAMBA_INNER, ONE, mamba_norm, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.norm.weight", [MT_NAMES_NEMOTRON_H] = "mixer.norm.weight"),
-    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MAMBA), 0,
+    MT_ROLE(A_LOG, LAYER, LOG_DECAYS, MAMBA_HEADS, ONE, A_log, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.A_log", [MT_NAMES_NEMOTRON_H] = "mixer.A_log"),
-    MT_ROLE(MAMBA_D, LAYER, SKIPS, MAMBA_HEADS, ONE, mamba_d, MT_HAS(MAMBA), 0,
+    MT_ROLE(MAMBA_D, LAYER, SKIPS, MAMBA_HEADS, ONE, mamba_d, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.D", [MT_NAMES_NEMOTRON_H] = "mixer.D"),
-    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, MAMBA_HEADS, ONE, dt_bias, MT_HAS(MAMBA), 0,
+    MT_ROLE(DT_BIAS, LAYER, TIME_STEPS, MAMBA_HEADS, ONE, dt_bias, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.dt_bias", [MT_NAMES_NEMOTRON_H] = "mixer.dt_bias"),
-    MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias, MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0,
+    MT_ROLE(CONV_X_BIAS, LAYER, COLUMN_BIAS, MAMBA_INNER, ONE, mamba_conv_bias,
+            MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_FUSED(CONV_B_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
-             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+             MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_FUSED(CONV_C_BIAS, LAYER, COLUMN_KEYS_BIAS, MAMBA_STATES, ONE, mamba_conv_bias,
-             MT_HAS(MAMBA) | MT_HAS(CONV_BIAS), 0, "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
+             MT_HAS(MIXER_MAMBA2) | MT_HAS(CONV_BIAS), 0,
+             "mamba.conv1d.bias", [MT_NAMES_NEMOTRON_H] = "mixer.conv1d.bias"),
     MT_ROLE(SINKS, LAYER, HEAD_LOGITS, H, ONE, sinks, MT_HAS(SINKS), 0,
             "self_attn.sinks", [MT_NAMES_MIMO_V2] = "self_attn.attention_sink_bias"),
     MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0,
@@ -7353,13 +7432,13 @@ static const struct {
     {MT_MTP_FINAL_NORM, "mtp.norm.weight"},
 };
 
-/* The number of the layer with one half, in which Nemotron-H has a parameter of a module: the first one begins with the
- * projection, the last one ends with the norm. */
+/* Nemotron-H's files have a layer for each half of a module of multi-token prediction. The number of the layer that has
+ * this parameter: the first one begins with the projection, the last one ends with the norm. */
 static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64_t module) {
     int64_t halves = o->mtp_hybrid_layers ? (int64_t)strlen(o->mtp_hybrid_layers) : 1;
     const uint64_t visits = MT_HAS(EXPERTS) | MT_HAS(LATENT_EXPERTS) | MT_HAS(SHARED) | MT_HAS(SHARED_GATE) |
                             MT_HAS(ROUTER) | MT_HAS(ROUTER_BIAS) | MT_HAS(ROUTER_LINEAR_BIAS);
-    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
+    bool of_feed_forward = row->when & visits || row->unless & (MT_HAS(NO_MLP) | MT_HAS(FEED_FORWARD_NONE));
     bool is_last = of_feed_forward || row->role == MT_MTP_FINAL_NORM || row->role == MT_MTP_FINAL_NORM_BIAS;
     return module * halves + (is_last ? halves - 1 : 0);
 }
@@ -7368,7 +7447,7 @@ static int64_t mt_module_half(const mt_options *o, const mt_role_row *row, int64
  * layers of a block. */
 static void mt_param_name_t5_layer(char prefix[64], const mt_options *o, const mt_role_row *row, int64_t layer) {
     int64_t decoder = layer - o->encoder_num_layers; // two of ours are one of its
-    bool is_feed_forward = row->unless & (MT_HAS(NO_MLP) | MT_HAS(NO_FEED_FORWARD));
+    bool is_feed_forward = row->unless & (MT_HAS(NO_MLP) | MT_HAS(FEED_FORWARD_NONE));
     int64_t mixers = decoder < 0 ? 1 : 2, block = is_feed_forward ? mixers : decoder < 0 ? 0 : decoder % 2;
     snprintf(prefix, 64, "%s.block.%lld.layer.%lld.", decoder < 0 ? "encoder" : "decoder",
              (long long)(decoder < 0 ? layer : decoder / 2), (long long)block);
@@ -7448,7 +7527,7 @@ static void mt_param_join_tensor(mt_param_table *table) {
     }
 }
 
-/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+/* Reduces a parameter to part `index` of `parts` equal parts of its dimension `dim`. */
 static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
     int64_t *size = dim == 0 ? &param->rows : &param->cols;
     MT_CHECK(*size % parts == 0);
@@ -7472,7 +7551,7 @@ static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *para
     if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
 
-/* True for a matrix that an optimizer steps whole, as Megatron-Core chooses: of linears in layers, the router's too. */
+/* True for a matrix that an optimizer of matrices steps, as in Megatron-Core: of a layer's linear, or of a router. */
 static bool mt_param_is_matrix(const mt_param *param) {
     return mt_optimizer_rows[param->optimizer].steps == MT_STEPS_MATRICES;
 }
@@ -7491,7 +7570,7 @@ static bool mt_row_decays(const mt_options *o, const mt_role_row *row) {
     return row->cols != MT_DIM_ONE || (is_head_norm && o->apply_wd_to_qk_layernorm);
 }
 
-/* Layers of the half of an encoder-decoder that a layer is in, or of the model. */
+/* Number of layers in the half of an encoder-decoder that has this layer; of other models, of all layers. */
 static int64_t mt_layers_of_half(const mt_options *o, int64_t layer) {
     if (o->decoder_num_layers == 0) return o->num_layers;
     return layer < o->encoder_num_layers ? o->encoder_num_layers : o->decoder_num_layers;
@@ -7526,7 +7605,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
                        row->kind != MT_BIAS_TABLE && row->role != MT_VISION_POSITIONS;
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
-    param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(KDA);
+    param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(MIXER_KDA);
     if (row->role == MT_VISION_PATCH) {
         int64_t sizes[] = {MT_IMAGE_CHANNELS, o->vision.temporal_patch_size, o->vision.patch_size,
                            o->vision.patch_size};
@@ -7652,7 +7731,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
 }
 
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+/* Parameters begin at multiples of so many elements: at 16-byte loads of bf16, and at whole cache lines. */
 enum { MT_PARAM_ALIGNMENT = 64 };
 
 static int64_t mt_align(int64_t value) {
@@ -7819,6 +7898,7 @@ typedef struct mt_pass {
     const int64_t *adapter_rows; // mt_batch.adapter_rows
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
+    int32_t *selected; // forward: [T, topk] the last layer's keys of sparse attention, for layers that share them
 } mt_pass;
 
 /* States at the borders of this rank's pieces in context parallelism: see mt_context_carry. */
@@ -7871,7 +7951,7 @@ typedef struct mt_layer_scratch {
     void *indexer_whole;    // context parallelism: [T of all ranks, D], in order of position
     void *indexer_by_rank;  // likewise, in order of ranks; gradients too, in fp32
     float *dindexer_local;  // [T, D], with context parallelism
-    int32_t *selected;      // [T, topk] the last layer's, for layers that share it
+    int32_t *selected;      // [T, topk] of mt_pass
     float *shares, *slopes; // [MT_INDEXER_ROWS, width] of a block of queries: see mt_indexer_args
     float *dindexer_keys;   // [T, D]; with context parallelism of all ranks
     float *dindexer_own;    // [R, D], with sequence parallelism
@@ -7973,9 +8053,7 @@ struct mt_model {
     bool replays_routes;                   // it takes experts from there; else it writes them
     mt_routes *kept;                       // of the rows of the cache; NULL: not kept
     bool scores_squares;                   // see mt_model_score_squares
-    void **k_cache, **v_cache;             // [num_layers] of [cache_rows, G D] and [cache_rows, G Dv]
-    void **indexer_cache;                  // [num_layers] of [cache_rows, D] of layers with an indexer
-    float **rule_states, **conv_states;    // [num_layers] of [slots, state] of mixers that have them
+    struct mt_caches *caches;              // [num_layers]
     double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
@@ -8109,6 +8187,7 @@ typedef struct mt_block_gradients {
     const void *dout;  // [R, C]
     bool gathered;     // the dispatcher of experts has gathered dout
     void *dx;          // [R, C]
+    void *dmemory;     // cross attention adds the gradient of the encoder's output, [R of the encoder, C]
     mt_deferred *left; // not NULL: the caller computes the gradient of the weight that reads x, by this product
 } mt_block_gradients;
 
@@ -8294,19 +8373,22 @@ static void mt_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, 
     l->fp8->saved_x = field, slot->passing = !read_later;
 }
 
-/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. */
+/* The same for the linear of a layer whose x is this field of mt_activations; x^T becomes x_transposed[index]. The
+ * residual stream is read later in any case. */
 static void mt_layer_slot_add_transposed(const mt_model *m, mt_slots *list, size_t x, const mt_linear *l, int index,
                                          bool read_later) {
     size_t field = offsetof(mt_activations, x_transposed) + (size_t)index * sizeof(void *);
-    mt_slot_add_transposed(m, list, x, l, field, read_later);
+    bool is_stream = x == offsetof(mt_activations, input) || x == offsetof(mt_activations, middle);
+    mt_slot_add_transposed(m, list, x, l, field, read_later || is_stream);
 }
 
 /* Offsets in mt_activations of the operands of the two blocks: of a norm's output, or of the residual stream. */
-static size_t mt_mixer_x(const mt_model *m) {
-    return mt_norms_before(m->options) ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
+static size_t mt_mixer_x(const mt_layer *w) {
+    bool normed = mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN);
+    return normed ? offsetof(mt_activations, input_norm.y) : offsetof(mt_activations, input);
 }
-static size_t mt_feed_forward_x(const mt_model *m, const mt_layer *w) {
-    if (mt_norms_before(m->options)) return offsetof(mt_activations, mlp_norm.y);
+static size_t mt_feed_forward_x(const mt_layer *w) {
+    if (mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN)) return offsetof(mt_activations, mlp_norm.y);
     return w->kind.mixer == MT_MIXER_NONE ? offsetof(mt_activations, input) : offsetof(mt_activations, middle);
 }
 
@@ -8440,6 +8522,7 @@ static void mt_layer_backward_weight(const mt_pass *p, mt_activations *a) {
 
 /* Elements that a mixer needs on this rank: of a token in buffers that all layers share, and of a sequence's states. */
 typedef struct mt_mixer_widths {
+    int64_t row;                    // channels of the rows that enter the tensor-parallel region; 0: C
     int64_t in;                     // gradient of its first linear's output: dqkv
     int64_t out;                    // gradient of its last linear's input, or a second one of its own: dattended
     int64_t conv;                   // channels of its convolution: dconv
@@ -8448,6 +8531,36 @@ typedef struct mt_mixer_widths {
     int64_t rule_map;               // context parallelism: a map of such a state over a piece of a sequence
     int64_t workspace_bytes;        // of the stream
 } mt_mixer_widths;
+
+/* The memory of a layer in generation. NULL: its mixer has no such cache. */
+typedef struct mt_caches {
+    void *k, *v;                      // [cache_rows, G D] and [cache_rows, G Dv]
+    void *indexer;                    // [cache_rows, D] keys of an indexer
+    void *memory;                     // [cache_sequences, max_inputs, G (D + Dv)] k and v of an encoder's output
+    float *rule_states, *conv_states; // [slots, state] of the rule or scan, and of the convolution
+} mt_caches;
+
+/* The rows of a cache: a token's, which sequences share and copy; a token's of an encoder's output, which belongs to
+ * one sequence; or a slot's, which is a state: each slot has a running one and a kept one. */
+typedef enum mt_cache_rows { MT_CACHE_OF_TOKENS, MT_CACHE_OF_MEMORY, MT_CACHE_OF_SLOTS } mt_cache_rows;
+
+typedef struct mt_cache {
+    size_t place; // offset in mt_caches
+    mt_cache_rows rows;
+    int64_t row_bytes;
+} mt_cache;
+
+/* The caches of a kind of mixer. */
+enum { MT_MAX_CACHES = 4 };
+typedef struct mt_cache_list {
+    int count;
+    mt_cache items[MT_MAX_CACHES];
+} mt_cache_list;
+
+static void mt_cache_add(mt_cache_list *list, size_t place, mt_cache_rows rows, int64_t row_bytes) {
+    MT_CHECK(list->count < MT_MAX_CACHES);
+    if (row_bytes > 0) list->items[list->count++] = (mt_cache){place, rows, row_bytes};
+}
 
 /* A kind of block. x[R, C] is its input, which the norm before has normalised; `out` and `dx` are its results. */
 typedef struct mt_block_kind {
@@ -8463,18 +8576,30 @@ typedef struct mt_block_kind {
     mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
     bool may_leave_weight; // see mt_block_gradients
     size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
-    /* mixers only */
-    bool attends; // generation caches keys and values; false: states, where it has such
-    mt_mixer_widths (*widths)(const mt_model *m);
-    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
     /* Multiplications per token of a forward: of its linears, and between them. */
     double (*multiplications)(const mt_options *o, int64_t layer);
-    /* Rules between options, and limits of a backend: the first broken one is the error; NULL: it has none. */
-    int (*check)(const mt_options *o, mt_error *error);
+    /* Compares options with a backend's limits; NULL: it has none. */
     int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error);
+    /* feed-forwards only */
+    unsigned input; // the module of --offload-modules that has its input; 0: none
+    /* mixers only */
+    bool attends;    // to keys and values; false: it has states, or nothing of earlier tokens
+    bool latent;     // queries, keys and values come from latents, and channels of their own have RoPE
+    bool is_bitwise; // see mt_mixer_is_bitwise
+    mt_mixer_widths (*widths)(const mt_model *m);
+    /* Heads of keys, or groups, in the whole model, that tensor-parallel ranks divide or share; NULL: none. */
+    int64_t (*key_heads)(const mt_options *o);
+    /* Adds the caches of earlier tokens in generation; NULL: none. */
+    void (*caches)(const mt_model *m, const mt_layer *w, mt_cache_list *list);
+    void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
+    /* Rules between options: the first broken one is the error; NULL: it has none. */
+    int (*check)(const mt_options *o, mt_error *error);
 } mt_block_kind;
 
 /* ==== §9c norms and the residual stream =========================================================================== */
+/* Where norms stand is a set of places that each layer carries (mt_layer_kind.norms); §9g walks the layer's blocks with
+ * their norms, forwards and in reverse. Invariants: a norm before a block reads the residual stream, one behind it the
+ * block's output before that is added to the stream; norms compute in fp32. */
 
 /* x[R, C] *= factor. */
 static void mt_scale(const mt_model *m, const mt_pass *p, void *x, double factor) {
@@ -8524,13 +8649,13 @@ static const void *mt_residual_widen(const mt_model *m, const mt_pass *p, const 
     return m->scratch.widened;
 }
 
-/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish. */
+/* The memory of a tensor of the model's type that becomes the residual stream x[R, C], by mt_residual_finish: x itself,
+ * or scratch. */
 static void *mt_residual_begin(const mt_model *m, void *x) {
     return mt_residual_is_wide(m) ? m->scratch.rounded : x;
 }
-static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x) {
-    if (mt_residual_is_wide(m))
-        m->ops->convert(x, m->residual_dtype, m->scratch.rounded, m->dtype, p->rows * m->C, p->stream);
+static void mt_residual_finish(const mt_model *m, const mt_pass *p, void *x, const void *begun) {
+    if (mt_residual_is_wide(m)) m->ops->convert(x, m->residual_dtype, begun, m->dtype, p->rows * m->C, p->stream);
 }
 
 /* sum = a + x: a residual stream and a tensor of the model's type, [R, C]. */
@@ -8616,30 +8741,29 @@ static mt_dropout_add_args mt_dropout_operands(const mt_model *m, const mt_pass 
                                  .dropout = mt_model_dropout(m, p, layer, which)};
 }
 
-/* The norm after a block, and its results. */
-typedef struct mt_next_norm {
+/* A norm and its saved values; w NULL: none. */
+typedef struct mt_placed_norm {
     const mt_norm *w;
-    const mt_normed *n;
-    const mt_layer *layer; // of the norm, if it is to be acquired before the norm
-} mt_next_norm;
+    mt_normed n;
+} mt_placed_norm;
 
-/* out = residual + dropout(x), then the next norm of out (w NULL: none); one operation if the backend has it. */
-static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, const void *x,
-                                int64_t number, int which, mt_next_norm next) {
-    mt_dropout_add_args sum = mt_dropout_operands(m, p, number, which);
-    sum.x = x, sum.residual = residual, sum.out = out;
+/* sum->out = residual + dropout(x), then the norm that is next in the list, of sum->out: one operation if the backend
+ * has it. */
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, mt_dropout_add_args *sum,
+                                const mt_placed_norm *next) {
     // a replayed norm runs alone, and the two may sum in different orders
     bool fuses =
         m->ops->residual_norm_forward && !(m->recompute_modules & MT_MODULE_LAYERNORM) && !mt_residual_is_wide(m);
-    if (next.w && fuses) {
-        mt_norm_args a = mt_norm_operands(m, p, next.w, next.n);
-        a.x = sum.x, a.residual = residual, a.sum = out, a.token_index = sum.token_index, a.dropout = sum.dropout;
+    if (next->w && fuses) {
+        mt_norm_args a = mt_norm_operands(m, p, next->w, &next->n);
+        a.x = sum->x, a.residual = sum->residual, a.sum = sum->out;
+        a.token_index = sum->token_index, a.dropout = sum->dropout;
         m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    sum.x = mt_residual_widen(m, p, x);
-    m->ops->dropout_add_forward(&sum, m->residual_dtype, p->stream);
-    if (next.w) mt_norm_residual_forward(m, p, next.w, next.n, out);
+    sum->x = mt_residual_widen(m, p, sum->x);
+    m->ops->dropout_add_forward(sum, m->residual_dtype, p->stream);
+    if (next->w) mt_norm_residual_forward(m, p, next->w, &next->n, sum->out);
 }
 
 /* Returns dx, the gradient of x, from dout; without dropout they are the same, and it returns dout, unless dout of the
@@ -8712,7 +8836,7 @@ static void mt_core_attention_slots(const mt_model *m, mt_slots *s) {
     MT_SLOT(s, lse, T, m->H, MT_F32)->input = MT_OFFLOAD_CORE_ATTN;
 }
 
-/* Rows of the cache between the first keys of two sequences, whole pages, and the number of such places, the last for
+/* Rows of the cache for one sequence, in whole pages; and the number of places for sequences, the last of them for
  * padding. */
 static int64_t mt_text_rows(int64_t max_length, int64_t page_rows) {
     return mt_divide_up(max_length, page_rows) * page_rows;
@@ -8740,9 +8864,9 @@ static void mt_latent_slots_of(const mt_model *m, mt_slots *s, const mt_layer *w
     mt_core_attention_slots(m, s);
     if (!w) return;
     bool has_q_latent = o->q_lora_rank > 0; // else latent and q_b read the same x
-    bool normed = mt_norms_before(o), up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
-    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(m);
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->latent, 0, !normed || !has_q_latent || indexed);
+    bool up_again = m->recompute_modules & MT_MODULE_MLA_UP_PROJ;
+    size_t q_x = has_q_latent ? offsetof(mt_activations, q_latent) : mt_mixer_x(w);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->latent, 0, !has_q_latent || indexed);
     mt_layer_slot_add_transposed(m, s, q_x, &w->q_b, 1, !has_q_latent || up_again || indexed);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, kv_latent), &w->kv_b, 2, up_again);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
@@ -8759,12 +8883,13 @@ static size_t mt_attention_out_x(const mt_model *m) {
 
 static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens;
-    bool has_gate = m->options->attention_output_gate, normed = mt_norms_before(m->options);
+    bool has_gate = m->options->attention_output_gate;
+    unsigned norms = w ? w->kind.norms : mt_any_norms(m->options);
     mt_slot *qkv = MT_SLOT(s, qkv, T, mt_qkv_width(m, w), m->dtype);
     qkv->stash_of = offsetof(mt_layer, qkv), qkv->input = MT_OFFLOAD_CORE_ATTN;
-    if (mt_norms_heads(m->options)) {
+    if (mt_has_head_norms(norms)) {
+        bool together = mt_has_norm(norms, MT_NORM_ALL_HEADS);
         MT_SLOT(s, qk, T, (m->H + mt_layer_groups(m, w)) * m->D, m->dtype)->input = MT_OFFLOAD_CORE_ATTN;
-        bool together = m->options->qk_layernorm_all_heads;
         MT_SLOT(s, q_rstd, T, together ? 1 : m->H, MT_F32);
         MT_SLOT(s, k_rstd, T, together ? 1 : mt_layer_groups(m, w), MT_F32);
     }
@@ -8772,8 +8897,8 @@ static void mt_attention_slots(const mt_model *m, mt_slots *s, const mt_layer *w
     if (has_gate) MT_SLOT(s, gate, T, m->H * m->Dv, m->dtype)->stash_of = offsetof(mt_layer, gate);
     if (has_gate) MT_SLOT(s, gated, T, m->H * m->Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->qkv, 0, !normed);
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->gate, 1, !normed);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->qkv, 0, false);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->gate, 1, false);
     mt_layer_slot_add_transposed(m, s, mt_attention_out_x(m), &w->o, 3, true);
 }
 
@@ -8787,7 +8912,7 @@ typedef struct mt_qkv_view {
 static mt_qkv_view mt_fused_view(const mt_model *m, const mt_layer *w, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, k_width = w->G * m->D, stride = mt_qkv_width(m, w);
     mt_qkv_view view = {qkv, mt_at(qkv, q_width, m->dtype), mt_at(qkv, q_width + k_width, m->dtype), stride, stride};
-    if (mt_norms_heads(m->options))
+    if (mt_has_head_norms(w->kind.norms))
         view.q = qk, view.k = mt_at(qk, q_width, m->dtype), view.qk_stride = q_width + k_width;
     return view;
 }
@@ -8805,7 +8930,7 @@ double mt_yarn_mscale(double factor, double mscale) {
  * with the RoPE of a window have none of it. */
 static float mt_attention_scale(const mt_options *o, mt_layer_rope which) {
     double scale = o->softmax_scale > 0 ? o->softmax_scale : 1 / sqrt((double)o->kv_channels);
-    bool yarn = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
+    bool yarn = mt_is_latent(o) && o->rope_scaling_type == MT_ROPE_SCALING_YARN && which != MT_ROPE_WINDOW;
     if (!yarn || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -8833,7 +8958,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
     call.dropout = mt_model_dropout(m, p, w->number, MT_DROP_ATTENTION);
     call.q_index = call.k_index = p->batch->token_index, call.first_head = m->grid->tensor.rank * m->H;
     call.backend = m->options->attention_backend;
-    if (w->kind.mixer == MT_MIXER_ATTENTION) call.bias = mt_layer_bias(m, w);
+    call.bias = mt_layer_bias(m, w);
     call.has_sink = w->kind.softmax != MT_SOFTMAX_VANILLA;
     call.sinks = w->sinks.w, call.dsinks = w->sinks.dw;
     return call;
@@ -8841,16 +8966,17 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, const
 
 /* Generation: attention reads the cache. With `writes` k and v are written to it here. */
 static void mt_cache_update(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_attention *call, bool writes) {
-    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv, layer = w - m->layers;
+    int64_t k_width = w->G * m->D, v_width = w->G * m->Dv;
+    const mt_caches *caches = &m->caches[w - m->layers];
     if (writes) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k,
-                                            .to = m->k_cache[layer], .from_stride = call->k_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, k_width, p->batch->cache_rows, .from = call->k, .to = caches->k,
+                                            .from_stride = call->k_stride},
                              m->dtype, p->stream);
-        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v,
-                                            .to = m->v_cache[layer], .from_stride = call->v_stride},
+        m->ops->scatter_rows(&(mt_row_args){p->T, v_width, p->batch->cache_rows, .from = call->v, .to = caches->v,
+                                            .from_stride = call->v_stride},
                              m->dtype, p->stream);
     }
-    call->k = m->k_cache[layer], call->k_stride = k_width, call->v = m->v_cache[layer], call->v_stride = v_width;
+    call->k = caches->k, call->k_stride = k_width, call->v = caches->v, call->v_stride = v_width;
     if (m->plan.page_rows > 0)
         call->pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
 }
@@ -8864,6 +8990,13 @@ static void mt_core_attention_forward(mt_model *m, const mt_pass *p, const mt_la
         mt_context_attention_forward(p->context, &call, p->stream);
     else
         mt_attend_forward(m->ops, &call, m->dtype, p->stream);
+}
+
+/* Keys and values of the tokens before. */
+static void mt_attention_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t size = mt_dtype_size(m->dtype);
+    mt_cache_add(list, offsetof(mt_caches, k), MT_CACHE_OF_TOKENS, w->G * m->D * size);
+    mt_cache_add(list, offsetof(mt_caches, v), MT_CACHE_OF_TOKENS, w->G * m->Dv * size);
 }
 
 /* Gradients d of q, k and v, from dattended. */
@@ -8914,20 +9047,21 @@ static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_l
     return qk;
 }
 
-/* True if q/k norm and RoPE write k and v to the cache in generation: in one kernel, for values as keys. */
-static bool mt_qk_writes_cache(const mt_model *m) {
-    const mt_options *o = m->options;
-    return !o->qk_layernorm_all_heads && m->Dv == m->D && o->attention_value_scale == 1;
+/* True if the kernel of q/k norm and RoPE also writes k and v to the cache in generation. It takes unscaled values that
+ * are as wide as keys. */
+static bool mt_qk_writes_cache(const mt_model *m, const mt_layer *w) {
+    bool at_once = !mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
+    return at_once && m->Dv == m->D && m->options->attention_value_scale == 1;
 }
 
 /* q/k norm, then RoPE, of q and k in the fused product; without q/k norm in place. */
 static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_qk_args qk = mt_qk_operands(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
-    bool writes = p->decode && mt_qk_writes_cache(m);
+    bool writes = p->decode && mt_qk_writes_cache(m, w);
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (writes) qk.cache_rows = p->batch->cache_rows;
-    if (writes) qk.k_cache = m->k_cache[w - m->layers], qk.v_cache = m->v_cache[w - m->layers];
+    if (writes) qk.k_cache = m->caches[w - m->layers].k, qk.v_cache = m->caches[w - m->layers].v;
     if (qk.rotation.R > 0 || qk.q_w || writes) m->ops->qk_forward(&qk, m->dtype, p->stream);
 }
 
@@ -9046,12 +9180,12 @@ static void mt_scale_values(const mt_model *m, const mt_pass *p, const mt_layer 
 static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x,
                                  void *out) {
     mt_layer_linear_forward(p, a, &w->qkv, x, a->qkv);
-    bool together = m->options->qk_layernorm_all_heads;
+    bool together = mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
     (together ? mt_all_heads_forward : mt_qk_forward)(m, p, w, a);
     mt_qkv_view view = mt_fused_view(m, w, a->qkv, a->qk);
     mt_scale_queries(m, p, view);
     mt_scale_values(m, p, w, view);
-    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m));
+    mt_core_attention_forward(m, p, w, a, view, !mt_qk_writes_cache(m, w));
     if (m->options->attention_output_gate) mt_output_gate_forward(m, p, w, a, x);
     mt_layer_linear_forward(p, a, &w->o, m->options->attention_output_gate ? a->gated : a->attended, out);
 }
@@ -9059,14 +9193,14 @@ static void mt_attention_forward(mt_model *m, const mt_pass *p, const mt_layer *
 static mt_deferred mt_attention_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                          const mt_block_gradients *d) {
     void *dqkv = m->scratch.dqkv, *dqk = m->scratch.dqk, *dattended = m->scratch.dattended;
-    bool has_gate = m->options->attention_output_gate;
+    bool has_gate = m->options->attention_output_gate, together = mt_has_norm(w->kind.norms, MT_NORM_ALL_HEADS);
     mt_deferred out = mt_attention_out_backward(p, w, a, mt_attention_out_x(m), d->dout, dattended);
     if (has_gate) mt_output_gate_backward(m, p, a, dattended, m->scratch.dgate);
     mt_qkv_view gradients = mt_fused_view(m, w, dqkv, dqk);
     mt_core_attention_backward(m, p, w, a, mt_fused_view(m, w, a->qkv, a->qk), gradients, dattended);
     mt_scale_queries(m, p, gradients);
     mt_scale_values(m, p, w, gradients);
-    (m->options->qk_layernorm_all_heads ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
+    (together ? mt_all_heads_backward : mt_qk_backward)(m, p, w, a, dqk, dqkv);
     mt_linear_io qkv = {.x = d->x, .dy = dqkv, .dx = d->dx};
     if (d->left) {
         mt_linear_backward_input(mt_linears(p), &w->qkv, &qkv);
@@ -9090,9 +9224,10 @@ static mt_mixer_widths mt_attention_widths(const mt_model *m) {
 static void mt_attention_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->qk_layernorm_all_heads) s->means = mt_arena_alloc(arena, 2 * T * 4);
+    unsigned norms = mt_any_norms(m->options);
+    if (mt_has_norm(norms, MT_NORM_ALL_HEADS)) s->means = mt_arena_alloc(arena, 2 * T * 4);
     if (!m->plan.train) return;
-    if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+    if (mt_has_head_norms(norms)) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
     if (m->options->attention_output_gate) s->dgate = mt_arena_alloc(arena, T * m->H * m->Dv * size);
 }
 
@@ -9103,7 +9238,7 @@ static double mt_mean_keys(const mt_options *o, double window) {
     return window > 0 && window < T ? window - window * window / (2 * T) : T / 2;
 }
 
-/* Of queries times keys and probabilities times values. */
+/* Multiplications per token of queries with keys, and of probabilities with values. */
 static double mt_core_attention_multiplications(const mt_options *o, double window) {
     double values = (double)mt_value_channels(o);
     return (double)o->num_attention_heads * ((double)o->kv_channels + values) * mt_mean_keys(o, window);
@@ -9126,7 +9261,9 @@ static const mt_block_kind mt_attention_kind = {.name = "attention",
                                                 .may_leave_weight = true,
                                                 .last = offsetof(mt_layer, o),
                                                 .attends = true,
+                                                .is_bitwise = true,
                                                 .widths = mt_attention_widths,
+                                                .caches = mt_attention_caches,
                                                 .scratch = mt_attention_scratch,
                                                 .multiplications = mt_attention_multiplications};
 
@@ -9275,7 +9412,8 @@ static mt_deferred mt_latent_attention_backward(mt_model *m, const mt_pass *p, m
 
 /* A second gradient of the input is that through q, where q has no latent. */
 static mt_mixer_widths mt_latent_widths(const mt_model *m) {
-    return (mt_mixer_widths){.in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
+    return (mt_mixer_widths){
+        .row = mt_latent_width(m->options), .in = mt_qkv_width(m, NULL), .out = mt_max(m->H * m->Dv, m->C)};
 }
 
 static void mt_latent_scratch(mt_model *m, mt_arena *arena) {
@@ -9311,7 +9449,10 @@ static const mt_block_kind mt_latent_kind = {.name = "latent attention",
                                              .backward = mt_latent_attention_backward,
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
+                                             .latent = true,
+                                             .is_bitwise = true,
                                              .widths = mt_latent_widths,
+                                             .caches = mt_attention_caches,
                                              .scratch = mt_latent_scratch,
                                              .multiplications = mt_latent_multiplications};
 
@@ -9333,8 +9474,8 @@ static void mt_mlp_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     hidden->stash_of = offsetof(mt_layer, fc1);
     hidden->modules = active->modules = modules, hidden->input = active->input = input;
     if (!w) return;
-    bool read_later = !mt_norms_before(m->options) || is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
-    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(m, w), &w->fc1, MT_MLP_X, read_later);
+    bool read_later = is_shared_expert || m->recompute_modules & MT_MODULE_MLP;
+    mt_layer_slot_add_transposed(m, s, mt_feed_forward_x(w), &w->fc1, MT_MLP_X, read_later);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, mlp_active), &w->down, MT_MLP_X + 1, false);
 }
 
@@ -9437,7 +9578,7 @@ typedef struct mt_expert_rows {
     int32_t *to_expert, *from_expert;           // [M] permutation from source order to expert order, and its inverse
 } mt_expert_rows;
 
-/* Results of routing that the backward needs. N: the R tokens of this rank, or if the dispatcher gathers, the tokens of
+/* Results of routing that the backward needs. N: the R tokens of this rank, or with allgather and flex the tokens of
  * all ranks of the exchange group. */
 typedef struct mt_routing {
     float *logits;            // [R, E]
@@ -9451,7 +9592,7 @@ typedef struct mt_routing {
     int32_t *choice, *token;  // [P] choice and token of each row
     const int32_t *source;    // [M] token of each row, if every row here is a copy of a token of this rank; else NULL
     int32_t *offsets;         // [num_destinations + 1] first row of each destination
-    int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; without an exchange `offsets`
+    int32_t *expert_offsets;  // [E/ep + 1] first received row of each local expert; `offsets` if rows are in that order
     int64_t num_choices;      // P, rows that the N tokens' choices make here
     int64_t num_rows;         // M, received rows
     int64_t *sent, *received; // [size] rows to and from every rank, on the host
@@ -9469,13 +9610,19 @@ typedef struct mt_arrived {
     int64_t copies;
 } mt_arrived;
 
-/* A dispatcher: how rows come to the ranks of their experts, and results to the ranks of their tokens. The phases are
- * in the order of a layer's forward; its backward runs them with gradients. x[R, C] are this rank's tokens, probs the
- * probabilities of their choices, NULL in the backward. NULL instead of a phase: the dispatcher has none. */
+/* A dispatcher: how rows come to the ranks of their experts, and results to the ranks of their tokens. First what it
+ * adds to what all dispatchers have, at creation; then the phases, in the order of a layer's forward; its backward runs
+ * them with gradients. x[R, C] are this rank's tokens, probs the probabilities of their choices, NULL in the backward.
+ * NULL instead of a function: the dispatcher adds nothing, or has no such phase. */
 typedef struct mt_dispatcher {
-    bool gathers;   // each rank has the tokens of all ranks, and permutes those for its own experts
-    bool reorders;  // rows arrive in the order of their source ranks, in mt_experts.dispatched
-    bool adds_base; // to sums in mt_experts.scattered, even if permutation is fused
+    /* Sets the tokens and the order that are permuted here, and where results lie, in mt_experts. */
+    void (*open)(mt_model *m);
+    /* Values of a layer's mt_routing, and of the rows at offset `at` of a struct. */
+    void (*routing_slots)(const mt_model *m, mt_slots *s);
+    void (*row_slots)(mt_slots *s, size_t at, int64_t M);
+    /* Memory that all layers share; that of M exchanged rows, if it lies in the arena. */
+    void (*plan)(mt_model *m, mt_arena *arena);
+    void (*plan_rows)(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M);
     /* Starts to send all tokens, beside the router. */
     void (*gather)(mt_model *m, const mt_pass *p, const void *x);
     /* Number and order of the rows, from the choices; and room for the rows. Not in the backward. */
@@ -9498,20 +9645,20 @@ typedef struct mt_dispatcher {
 typedef struct mt_experts {
     const mt_dispatcher *dispatcher;
     mt_router router;
-    mt_dispatch order;         // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
-    int64_t num_layers;        // layers of this rank that have experts
-    int64_t C;                 // channels of a row: the model's, or L of latent experts
-    int64_t num_local, F;      // experts of this rank, and this rank's share of their width
-    int64_t num_sources;       // ranks whose tokens are permuted here: all of `group` if the dispatcher gathers, else 1
-    int64_t tokens;            // N of the largest micro-batch
-    int64_t num_choices;       // P of the largest micro-batch
-    int64_t num_destinations;  // pairs of an expert and an expert-tensor rank
-    int64_t sequences;         // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
-    const mt_group *group;     // ranks that exchange tokens
-    mt_stream *comm;           // stream of the exchange
-    mt_expert_rows rows;       // gradients, and rows before they are sent
-    mt_expert_rows dispatched; // exchanged rows, sorted by source rank
-    mt_expert_rows *results;   // whose input is the memory of the experts' results until they are combined
+    mt_dispatch order;           // of rows; capacity: of the largest micro-batch, if experts' inputs are padded to it
+    int64_t num_layers;          // layers of this rank that have experts
+    int64_t C;                   // channels of a row: the model's, or L of latent experts
+    int64_t num_local, F;        // experts of this rank, and this rank's share of their width
+    int64_t num_sources;         // ranks whose tokens are permuted here: this one, or all of `group`
+    int64_t tokens;              // N of the largest micro-batch
+    int64_t num_choices;         // P of the largest micro-batch
+    int64_t num_destinations;    // pairs of an expert and an expert-tensor rank
+    int64_t sequences;           // S of seq_aux_loss, sequences with an auxiliary loss of their own; else 1
+    const mt_group *group;       // ranks that exchange tokens
+    mt_stream *comm;             // stream of the exchange
+    mt_expert_rows rows;         // gradients, and rows before they are sent
+    mt_expert_rows dispatched;   // exchanged rows, sorted by source rank
+    mt_expert_rows *results;     // whose input is the memory of the experts' results until they are combined
     mt_tensor_parallel exchange; // allgather and flex: rows of all ranks, `gathered` and `partial` are one [N, C]
     void *scattered;             // [R, C] sums to which a base is added
     float *sums;                 // [N, C], without permute fusion
@@ -9616,10 +9763,7 @@ static void mt_expert_rows_slots(const mt_model *m, mt_slots *s, size_t at, int6
     mt_slot *active = mt_slot_add(s, "expert_active", at + offsetof(mt_expert_rows, active), M, e->F, m->dtype);
     active->modules = MT_MODULE_MOE_ACT;
     if (mt_scales_output(m)) mt_slot_add(s, "expert_output", at + offsetof(mt_expert_rows, output), M, e->C, m->dtype);
-    if (e->dispatcher->reorders) {
-        mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
-        mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
-    }
+    if (e->dispatcher->row_slots) e->dispatcher->row_slots(s, at, M);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules |= MT_MODULE_MOE;
     if (!w) return;
     mt_slot_add_transposed(m, s, input->field, &w->expert_fc1, at + offsetof(mt_expert_rows, input_transposed), false);
@@ -9654,7 +9798,7 @@ static void mt_routing_slots(const mt_model *m, mt_slots *s, const mt_layer *w) 
     MT_ROUTING_SLOT(s, choice, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, token, e->num_choices, 1, MT_I32);
     MT_ROUTING_SLOT(s, offsets, e->num_destinations + 1, 1, MT_I32);
-    if (e->dispatcher->reorders) MT_ROUTING_SLOT(s, expert_offsets, e->num_local + 1, 1, MT_I32);
+    if (e->dispatcher->routing_slots) e->dispatcher->routing_slots(m, s);
     for (int64_t i = 0; i < s->count; i++) s->slots[i].modules = MT_MODULE_MOE;
     if (mt_expert_rows_fixed(m))
         mt_expert_rows_slots(m, s, offsetof(mt_routing, rows), mt_expert_rows_received(e), false, w);
@@ -9668,7 +9812,6 @@ static void mt_routing_allocate(const mt_model *m, const mt_layer *w, mt_residen
     mt_routing_slots(m, &slots, w);
     mt_slots_allocate(&slots, residency, r, arena);
     if (!mt_has_capacity(m)) r->kept = r->experts;
-    if (!m->experts->dispatcher->reorders) r->expert_offsets = r->offsets;
     if (mt_expert_rows_fixed(m)) r->rows.capacity = mt_expert_rows_received(m->experts);
 }
 
@@ -9756,8 +9899,8 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* ---- the router */
 
-/* Turns counts[E] of this rank's micro-batch into the counts of the global batch up to it, in the order of samples: the
- * counts of a single rank that computes all micro-batches. */
+/* Replaces counts[E] of this rank's micro-batch by the counts of the global batch up to this micro-batch, in the order
+ * of samples: the counts of a single rank that computes all micro-batches. */
 static void mt_aux_loss_global_counts(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = m->experts;
     const mt_group *data = &m->grid->data;
@@ -10081,10 +10224,6 @@ static void mt_offsets_to_host(mt_model *m, mt_routing *r) {
 static void mt_routing_reserve(mt_model *m, const mt_layer *w, mt_routing *r) {
     mt_expert_rows_plan plan = {.M = mt_max(r->num_rows, r->num_choices)};
     mt_expert_rows_reserve(m, &m->experts->rows, plan);
-    if (m->experts->dispatcher->reorders) {
-        plan.dispatched = true;
-        mt_expert_rows_reserve(m, &m->experts->dispatched, plan);
-    }
     mt_layer_rows_reserve(m, w, r);
 }
 
@@ -10129,7 +10268,7 @@ static void mt_alone_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_
     mt_dispatch order = e->order;
     if (order.capacity > 0) order.capacity = mt_expert_capacity(m, p->rows * m->grid->tensor_context.size);
     mt_order_choices(m, p, r, &order);
-    r->source = r->token;
+    r->source = r->token, r->expert_offsets = r->offsets;
     if (!m->options->moe_grouped_gemm) mt_offsets_to_host(m, r);
     mt_routing_reserve(m, w, r);
 }
@@ -10153,7 +10292,32 @@ static void mt_alone_combine_weights(mt_model *m, const mt_pass *p, const mt_rou
                          MT_F32, p->stream);
 }
 
-/* ---- alltoall: each row goes to the ranks that hold its expert */
+/* ---- alltoall: each row goes to the ranks that hold its expert. Rows arrive in the order of their source ranks, in
+ * mt_experts.dispatched. */
+
+static void mt_alltoall_open(mt_model *m) {
+    m->experts->results = &m->experts->dispatched;
+}
+
+static void mt_alltoall_routing_slots(const mt_model *m, mt_slots *s) {
+    MT_ROUTING_SLOT(s, expert_offsets, m->experts->num_local + 1, 1, MT_I32);
+}
+
+static void mt_alltoall_row_slots(mt_slots *s, size_t at, int64_t M) {
+    mt_slot_add(s, "to_expert", at + offsetof(mt_expert_rows, to_expert), M, 1, MT_I32);
+    mt_slot_add(s, "from_expert", at + offsetof(mt_expert_rows, from_expert), M, 1, MT_I32);
+}
+
+static void mt_alltoall_plan(mt_model *m, mt_arena *arena) {
+    mt_experts *e = m->experts;
+    e->all_offsets = mt_arena_alloc(arena, e->group->size * (e->num_destinations + 1) * 4);
+    e->counts = mt_arena_alloc(arena, e->group->size * e->num_local * 4);
+}
+
+static void mt_alltoall_plan_rows(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M) {
+    mt_expert_rows_plan plan = {.M = M, .dispatched = true};
+    mt_expert_rows_allocate(m, rows, arena, &plan);
+}
 
 /* Numbers of rows to and from every rank, and of each local expert. The host needs them for the all-to-all. */
 static void mt_exchange_counts(mt_model *m, const mt_pass *p, mt_routing *r) {
@@ -10193,6 +10357,8 @@ static void mt_alltoall_count(mt_model *m, const mt_pass *p, const mt_layer *w, 
         mt_exchange_counts_padded(m, p, r, e->order.capacity);
     else
         mt_exchange_counts(m, p, r);
+    mt_expert_rows_plan received = {.M = mt_max(r->num_rows, r->num_choices), .dispatched = true};
+    mt_expert_rows_reserve(m, &e->dispatched, received);
     mt_routing_reserve(m, w, r);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
                            e->num_local, r->num_rows, p->stream);
@@ -10260,6 +10426,41 @@ static void mt_alltoall_combine_weights(mt_model *m, const mt_pass *p, const mt_
 
 /* ---- allgather: all tokens go to all ranks, and each rank selects the rows of its own experts */
 
+/* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
+ * the parts. */
+static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
+    tp->first_part = tp->group->size * tp->max_rows * widest;
+    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
+    tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
+    if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
+}
+
+static void mt_allgather_open(mt_model *m) {
+    mt_experts *e = m->experts;
+    int64_t choices = m->max_rows * e->router.topk;
+    e->num_sources = e->group->size;
+    e->order.first = m->grid->expert.rank * e->num_local, e->order.count = e->num_local;
+    e->order.copies = 1, e->order.capacity = 0;
+    e->exchange.sequence_parallel = true;
+    e->no_choices = mt_model_calloc(m, choices * 4);
+    for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
+}
+
+static void mt_flex_plan(mt_model *m, mt_arena *arena) {
+    mt_tensor_parallel *x = &m->experts->exchange;
+    mt_plan_exchange(x, m->experts->C, arena);
+    x->partial = x->gathered;
+}
+
+/* Sums to which a base is added. Unfused permutation has them in any case. */
+static void mt_allgather_plan(mt_model *m, mt_arena *arena) {
+    mt_experts *e = m->experts;
+    if (m->options->moe_permute_fusion)
+        e->scattered = mt_arena_alloc(arena, m->max_rows * e->C * mt_dtype_size(m->dtype));
+    mt_flex_plan(m, arena);
+}
+
 /* Starts to gather x[R, C] of all ranks on the stream `comm`, beside the router. */
 static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
     mt_wait_stream(m, m->experts->comm, p->stream);
@@ -10275,7 +10476,7 @@ static void mt_allgather_count(mt_model *m, const mt_pass *p, const mt_layer *w,
     m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
     mt_order_choices(m, p, r, &e->order);
     mt_offsets_to_host(m, r);
-    r->num_rows = r->num_choices = r->host_offsets[e->num_destinations];
+    r->num_rows = r->num_choices = r->host_offsets[e->num_destinations], r->expert_offsets = r->offsets;
     mt_routing_reserve(m, w, r);
 }
 
@@ -10316,6 +10517,11 @@ static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt
 /* ---- flex: allgather by copies into the other ranks' memory. Each rank's tokens are summed by themselves: the sums
  * for one rank are sent while the next are computed, and this rank's own, with the base, are computed last. */
 
+static void mt_flex_open(mt_model *m) {
+    mt_allgather_open(m);
+    m->experts->exchange.overlaps = m->experts->num_layers > 0;
+}
+
 static void mt_flex_exchange_back(mt_model *m, const mt_pass *p, const mt_routing *r, void *results, void *out,
                                   const void *base) {
     const mt_tensor_parallel *x = &m->experts->exchange;
@@ -10346,22 +10552,27 @@ static const mt_dispatcher mt_dispatcher_alone = {.count = mt_alone_count,
                                                   .combine_weights = mt_alone_combine_weights};
 
 static const mt_dispatcher mt_dispatchers[] = {
-    [MT_DISPATCHER_ALLTOALL] = {.reorders = true,
+    [MT_DISPATCHER_ALLTOALL] = {.open = mt_alltoall_open,
+                                .routing_slots = mt_alltoall_routing_slots,
+                                .row_slots = mt_alltoall_row_slots,
+                                .plan = mt_alltoall_plan,
+                                .plan_rows = mt_alltoall_plan_rows,
                                 .count = mt_alltoall_count,
                                 .exchange = mt_alltoall_exchange,
                                 .arrive = mt_alltoall_arrive,
                                 .exchange_back = mt_alltoall_exchange_back,
                                 .combine = mt_alltoall_combine,
                                 .combine_weights = mt_alltoall_combine_weights},
-    [MT_DISPATCHER_ALLGATHER] = {.gathers = true,
-                                 .adds_base = true,
+    [MT_DISPATCHER_ALLGATHER] = {.open = mt_allgather_open,
+                                 .plan = mt_allgather_plan,
                                  .gather = mt_allgather_gather,
                                  .count = mt_allgather_count,
                                  .arrive = mt_allgather_arrive,
                                  .exchange_back = mt_allgather_exchange_back,
                                  .combine = mt_allgather_combine,
                                  .combine_weights = mt_allgather_combine_weights},
-    [MT_DISPATCHER_FLEX] = {.gathers = true,
+    [MT_DISPATCHER_FLEX] = {.open = mt_flex_open,
+                            .plan = mt_flex_plan,
                             .gather = mt_allgather_gather,
                             .count = mt_allgather_count,
                             .arrive = mt_allgather_arrive,
@@ -10370,12 +10581,21 @@ static const mt_dispatcher mt_dispatchers[] = {
                             .combine_weights = mt_allgather_combine_weights},
 };
 
-/* Without fused permutation flex is allgather with copies: its results are summed for all ranks at once. */
+/* flex without fused permutation is allgather with copies: its results are summed for all ranks at once. */
+static const mt_dispatcher mt_dispatcher_flex_unfused = {.open = mt_flex_open,
+                                                         .plan = mt_allgather_plan,
+                                                         .gather = mt_allgather_gather,
+                                                         .count = mt_allgather_count,
+                                                         .arrive = mt_allgather_arrive,
+                                                         .exchange_back = mt_allgather_exchange_back,
+                                                         .combine = mt_allgather_combine,
+                                                         .combine_weights = mt_allgather_combine_weights};
+
 static const mt_dispatcher *mt_dispatcher_of(const mt_options *o, const mt_group *group) {
-    mt_token_dispatcher type = o->moe_token_dispatcher_type;
     if (group->size == 1) return &mt_dispatcher_alone;
-    if (type == MT_DISPATCHER_FLEX && !o->moe_permute_fusion) type = MT_DISPATCHER_ALLGATHER;
-    return &mt_dispatchers[type];
+    if (o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX && !o->moe_permute_fusion)
+        return &mt_dispatcher_flex_unfused;
+    return &mt_dispatchers[o->moe_token_dispatcher_type];
 }
 
 /* Before the router, where the dispatcher gathers whole tokens. */
@@ -10573,8 +10793,8 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
 /* ==== §9g layer =================================================================================================== */
 /* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
  * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
- * the model has or not (--norm-placement). To add a kind: a section with its functions and its row, and its place in a
- * table here. */
+ * the layer has or not (mt_layer_kind.norms, from --norm-placement). To add a kind: a section with its functions and
+ * its row, and its place in a table here. To add a placement of norms: its row of MT_NORM_PLACEMENTS. */
 
 /* A layer without such a block. */
 static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
@@ -10587,52 +10807,113 @@ static double mt_no_multiplications(const mt_options *o, int64_t layer) {
 }
 
 static const mt_block_kind mt_no_kind = {
-    .name = "none", .slots = mt_no_slots, .multiplications = mt_no_multiplications};
+    .name = "none", .slots = mt_no_slots, .is_bitwise = true, .multiplications = mt_no_multiplications};
 
-/* Rows of §17, §18, §19 and §20. */
-static const mt_block_kind mt_delta_kind, mt_kda_kind, mt_short_kind, mt_mamba_kind, mt_sparse_kind, mt_cross_kind;
+/* Of a gated or a plain MLP of width F, per token. */
+static double mt_mlp_products(const mt_options *o, int64_t C, int64_t F) {
+    return (mt_options_gated(o) ? 3 : 2) * (double)C * (double)F;
+}
 
-static const mt_block_kind *const mt_mixer_kinds[] = {
-    [MT_MIXER_ATTENTION] = &mt_attention_kind,
-    [MT_MIXER_LATENT_ATTENTION] = &mt_latent_kind,
-    [MT_MIXER_GATED_DELTA_NET] = &mt_delta_kind,
-    [MT_MIXER_SHORT_CONV] = &mt_short_kind,
-    [MT_MIXER_MAMBA2] = &mt_mamba_kind,
-    [MT_MIXER_KDA] = &mt_kda_kind,
-    [MT_MIXER_SPARSE_ATTENTION] = &mt_sparse_kind,
-    [MT_MIXER_CROSS_ATTENTION] = &mt_cross_kind,
-    [MT_MIXER_NONE] = &mt_no_kind,
-};
-enum { MT_NUM_MIXERS = sizeof mt_mixer_kinds / sizeof *mt_mixer_kinds };
+static double mt_mlp_multiplications(const mt_options *o, int64_t layer) {
+    (void)layer;
+    return mt_mlp_products(o, o->hidden_size, o->ffn_hidden_size);
+}
 
 static const mt_block_kind mt_mlp_kind = {.name = "MLP",
                                           .slots = mt_mlp_slots,
                                           .forward = mt_mlp_forward,
                                           .replay = mt_mlp_replay,
                                           .backward = mt_mlp_backward,
-                                          .last = offsetof(mt_layer, down)};
+                                          .last = offsetof(mt_layer, down),
+                                          .multiplications = mt_mlp_multiplications,
+                                          .input = MT_OFFLOAD_MLP};
+
+/* Of the experts that a token visits, the projections to their channels and back, and the shared expert. */
+static double mt_experts_multiplications(const mt_options *o, int64_t layer) {
+    double projections = 2 * (double)o->hidden_size * (double)o->moe_latent_size;
+    (void)layer;
+    return mt_mlp_products(o, mt_expert_channels(o), o->moe_router_topk * o->moe_ffn_hidden_size) + projections +
+           mt_mlp_products(o, o->hidden_size, o->moe_shared_expert_intermediate_size);
+}
+
+static int mt_experts_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = mt_divide_up(o->moe_router_num_groups, 32) * 32;
+    bool has_aux_loss = mt_has_router_loss(o), sinkhorn = mt_balances_by(o, MT_BALANCING_SINKHORN);
+    const mt_constraint rules[] = {
+        {mt_exceeds(k, l->router_topk),
+         "--moe-router-topk is %lld, and routers on this device choose at most %lld experts per token",
+         {k, l->router_topk}},
+        {mt_exceeds(mt_divide_up(E, 32) * 32 + groups, l->experts),
+         "--num-experts is %lld, and routers on this device have at most %lld experts with --moe-router-num-groups "
+         "%lld",
+         {E, l->experts - groups, o->moe_router_num_groups}},
+        {has_aux_loss && mt_exceeds(E, l->aux_loss_experts),
+         "--num-experts is %lld, and --moe-aux-loss-coeff and --moe-z-loss-coeff on this device take at most %lld "
+         "experts",
+         {E, l->aux_loss_experts}},
+        {sinkhorn && mt_exceeds(E, l->sinkhorn_experts),
+         "--num-experts is %lld, and --moe-router-load-balancing-type sinkhorn on this device takes at most %lld "
+         "experts",
+         {E, l->sinkhorn_experts}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
 
 static const mt_block_kind mt_experts_kind = {.name = "experts",
                                               .slots = mt_experts_slots,
                                               .forward = mt_experts_forward,
                                               .replay = mt_experts_replay,
                                               .backward = mt_experts_backward,
-                                              .last = offsetof(mt_layer, down)};
+                                              .last = offsetof(mt_layer, down),
+                                              .multiplications = mt_experts_multiplications,
+                                              .check_limits = mt_experts_check_limits};
 
-static const mt_block_kind *const mt_feed_forward_kinds[] = {
-    [MT_FEED_FORWARD_DENSE] = &mt_mlp_kind,
-    [MT_FEED_FORWARD_EXPERTS] = &mt_experts_kind,
-    [MT_FEED_FORWARD_NONE] = &mt_no_kind,
-};
+/* The rows of all sections. Those of §17 to §20 follow. */
+#define MT_KIND_DECLARED(name, row, ...) static const mt_block_kind mt_##row##_kind;
+#define MT_KIND_PLACE(name, row, ...)    &mt_##row##_kind,
+MT_VARIANT_MIXERS(MT_KIND_DECLARED)
+static const mt_block_kind mt_sparse_kind, mt_cross_kind;
+static const mt_block_kind *const mt_mixer_kinds[MT_NUM_MIXERS] = {MT_MIXERS(MT_KIND_PLACE)};
+static const mt_block_kind *const mt_feed_forward_kinds[MT_NUM_FEED_FORWARDS] = {MT_FEED_FORWARDS(MT_KIND_PLACE)};
+
+const char *mt_mixer_name(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->name;
+}
+
+const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward) {
+    return mt_feed_forward_kinds[feed_forward]->name;
+}
+
+bool mt_mixer_is_bitwise(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->is_bitwise;
+}
+
+/* One mixer of those with such heads per model. */
+static int64_t mt_linear_key_heads(const mt_options *o) {
+    int64_t heads = 0;
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++)
+        if (mt_mixer_kinds[mixer]->key_heads && mt_has_mixer(o, (mt_mixer_kind)mixer))
+            heads = mt_mixer_kinds[mixer]->key_heads(o);
+    return heads;
+}
+
+static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
+    return mt_mixer_kinds[mixer]->latent;
+}
+
+static bool mt_is_latent(const mt_options *o) {
+    return mt_mixer_is_latent(mt_common_mixer(o));
+}
 
 bool mt_mixer_attends(mt_mixer_kind mixer) {
     return mt_mixer_kinds[mixer]->attends;
 }
 
-double mt_mixer_multiplications(const mt_options *o, int64_t layer) {
+double mt_layer_multiplications(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
     double tokens = kind.of_encoder ? (double)o->encoder_seq_length / (double)mt_max(o->seq_length, 1) : 1;
-    return tokens * mt_mixer_kinds[kind.mixer]->multiplications(o, layer);
+    return tokens * (mt_mixer_kinds[kind.mixer]->multiplications(o, layer) +
+                     mt_feed_forward_kinds[kind.feed_forward]->multiplications(o, layer));
 }
 
 int mt_mixers_check(const mt_options *o, mt_error *error) {
@@ -10644,22 +10925,31 @@ int mt_mixers_check(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* The same with the limits of a backend. */
-static int mt_mixers_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
-    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
-        const mt_block_kind *kind = mt_mixer_kinds[mixer];
-        if (!kind->check_limits || !mt_has_mixer(o, (mt_mixer_kind)mixer)) continue;
-        if (kind->check_limits(o, l, error) != 0) return -1;
-    }
-    return 0;
-}
-
-/* True if a layer, or a module of multi-token prediction, has this mixer. */
+/* True if a layer, or a module of multi-token prediction, has this mixer; this feed-forward. */
 static bool mt_any_has_mixer(const mt_options *o, int mixer) {
     int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
     for (int64_t layer = 0; layer < layers; layer++)
         if ((int)mt_layer_kind_of(o, layer).mixer == mixer) return true;
     return false;
+}
+static bool mt_any_has_feed_forward(const mt_options *o, int feed_forward) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1);
+    for (int64_t layer = 0; layer < layers; layer++)
+        if ((int)mt_layer_kind_of(o, layer).feed_forward == feed_forward) return true;
+    return false;
+}
+
+/* Compares the kinds of the model's layers with the limits of a backend. */
+static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    for (int i = 0; i < MT_NUM_MIXERS; i++) {
+        const mt_block_kind *kind = mt_mixer_kinds[i];
+        if (kind->check_limits && mt_any_has_mixer(o, i) && kind->check_limits(o, l, error) != 0) return -1;
+    }
+    for (int i = 0; i < MT_NUM_FEED_FORWARDS; i++) {
+        const mt_block_kind *kind = mt_feed_forward_kinds[i];
+        if (kind->check_limits && mt_any_has_feed_forward(o, i) && kind->check_limits(o, l, error) != 0) return -1;
+    }
+    return 0;
 }
 
 /* The widths of a mixer, 0 if it has none; and the largest of the model's mixers. */
@@ -10672,7 +10962,7 @@ static mt_mixer_widths mt_largest_widths(const mt_model *m) {
     for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
         if (!mt_any_has_mixer(m->options, mixer)) continue;
         mt_mixer_widths z = mt_widths_of(m, mixer);
-        most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
+        most.row = mt_max(most.row, z.row), most.in = mt_max(most.in, z.in), most.out = mt_max(most.out, z.out);
         most.conv = mt_max(most.conv, z.conv), most.core = mt_max(most.core, z.core);
         most.conv_state = mt_max(most.conv_state, z.conv_state);
         most.rule_state = mt_max(most.rule_state, z.rule_state), most.rule_map = mt_max(most.rule_map, z.rule_map);
@@ -10681,67 +10971,96 @@ static mt_mixer_widths mt_largest_widths(const mt_model *m) {
     return most;
 }
 
-/* A block of a layer: its kind, its parameters of norms, and the places of its values. */
+/* The caches of a layer, and the place of the pointer to one. */
+static mt_cache_list mt_layer_caches(const mt_model *m, const mt_layer *w) {
+    const mt_block_kind *kind = mt_mixer_kinds[w->kind.mixer];
+    mt_cache_list list = {.count = 0};
+    if (kind->caches) kind->caches(m, w, &list);
+    return list;
+}
+static void **mt_cache_place(const mt_model *m, int64_t layer, const mt_cache *cache) {
+    return (void **)(void *)((char *)&m->caches[layer] + cache->place);
+}
+
+/* The norms around blocks: fields of each. */
+typedef struct mt_norm_row {
+    const char *name;      // of its slots
+    size_t weights, saved; // offsets of an mt_norm in mt_layer, of an mt_normed in mt_activations
+} mt_norm_row;
+
+#define MT_NORM_ROW(field)                                                                                             \
+    { #field, offsetof(mt_layer, field), offsetof(mt_activations, field) }
+static const mt_norm_row mt_norm_rows[] = {[MT_NORM_MIXER_IN] = MT_NORM_ROW(input_norm),
+                                           [MT_NORM_MIXER_OUT] = MT_NORM_ROW(attention_out_norm),
+                                           [MT_NORM_FEED_FORWARD_IN] = MT_NORM_ROW(mlp_norm),
+                                           [MT_NORM_FEED_FORWARD_OUT] = MT_NORM_ROW(mlp_out_norm)};
+
+static const mt_norm *mt_norm_weights(const mt_layer *w, mt_norm_place place) {
+    return (const mt_norm *)(const void *)((const char *)w + mt_norm_rows[place].weights);
+}
+
+/* The norm of a layer at this place. */
+static mt_placed_norm mt_norm_at(const mt_layer *w, const mt_activations *a, mt_norm_place place) {
+    mt_placed_norm norm = {0};
+    if (!mt_has_norm(w->kind.norms, place)) return norm;
+    norm.w = mt_norm_weights(w, place);
+    memcpy(&norm.n, (const char *)a + mt_norm_rows[place].saved, sizeof norm.n);
+    return norm;
+}
+
+/* A block of a layer: its kind, the norms before and after it, and the places of its values. */
 typedef struct mt_block {
     const mt_block_kind *kind;
-    const mt_norm *before, *after; // NULL: none
-    const void *input;             // [R, C] the residual stream
-    mt_normed normed;              // of `before`
-    size_t x_field;                // offset in mt_activations of the operand of the kind
-    void *out;                     // [R, C] of the kind, if a norm follows
-    mt_normed out_normed;          // of `after`; y NULL
-    int drop;                      // MT_DROP_*
+    mt_placed_norm before, after;
+    const void *input; // [R, C] the residual stream
+    const void *x;     // [R, C] what the kind reads: the result of `before`, or the input
+    size_t x_field;    // its offset in mt_activations
+    void *out;         // [R, C] of the kind, if a norm follows
+    int drop;          // MT_DROP_*
 } mt_block;
 
-static mt_block mt_mixer_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static mt_block mt_mixer_block(const mt_layer *w, const mt_activations *a) {
+    mt_placed_norm before = mt_norm_at(w, a, MT_NORM_MIXER_IN);
     return (mt_block){.kind = mt_mixer_kinds[w->kind.mixer],
-                      .before = mt_norms_before(m->options) ? &w->input_norm : NULL,
-                      .after = mt_norms_after(m->options) ? &w->attention_out_norm : NULL,
+                      .before = before,
+                      .after = mt_norm_at(w, a, MT_NORM_MIXER_OUT),
                       .input = a->input,
-                      .normed = a->input_norm,
-                      .x_field = mt_mixer_x(m),
+                      .x = before.w ? before.n.y : a->input,
+                      .x_field = mt_mixer_x(w),
                       .out = a->attention_out,
-                      .out_normed = a->attention_out_norm,
                       .drop = MT_DROP_ATTENTION_OUT};
 }
 
-static mt_block mt_feed_forward_block(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static mt_block mt_feed_forward_block(const mt_layer *w, const mt_activations *a) {
+    mt_placed_norm before = mt_norm_at(w, a, MT_NORM_FEED_FORWARD_IN);
+    void *input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle;
     return (mt_block){.kind = mt_feed_forward_kinds[w->kind.feed_forward],
-                      .before = mt_norms_before(m->options) ? &w->mlp_norm : NULL,
-                      .after = mt_norms_after(m->options) ? &w->mlp_out_norm : NULL,
-                      .input = w->kind.mixer == MT_MIXER_NONE ? a->input : a->middle,
-                      .normed = a->mlp_norm,
-                      .x_field = mt_feed_forward_x(m, w),
+                      .before = before,
+                      .after = mt_norm_at(w, a, MT_NORM_FEED_FORWARD_OUT),
+                      .input = input,
+                      .x = before.w ? before.n.y : input,
+                      .x_field = mt_feed_forward_x(w),
                       .out = a->mlp_out,
-                      .out_normed = a->mlp_out_norm,
                       .drop = MT_DROP_MLP_OUT};
 }
 
-/* The blocks of a layer, in order; returns their number. */
-static int mt_layer_blocks(const mt_model *m, const mt_layer *w, const mt_activations *a, mt_block blocks[2]) {
+/* The blocks of a layer, in order; returns their number. With their norms they are the list that a forward walks from
+ * its first element to its last, and a backward from its last to its first. */
+static int mt_layer_blocks(const mt_layer *w, const mt_activations *a, mt_block blocks[2]) {
     int count = 0;
-    if (w->kind.mixer != MT_MIXER_NONE) blocks[count++] = mt_mixer_block(m, w, a);
-    if (w->kind.feed_forward != MT_FEED_FORWARD_NONE) blocks[count++] = mt_feed_forward_block(m, w, a);
+    if (w->kind.mixer != MT_MIXER_NONE) blocks[count++] = mt_mixer_block(w, a);
+    if (w->kind.feed_forward != MT_FEED_FORWARD_NONE) blocks[count++] = mt_feed_forward_block(w, a);
     return count;
 }
 
 /* The norm of a layer's input. */
-static mt_next_norm mt_first_norm(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    bool is_mixer = w->kind.mixer != MT_MIXER_NONE;
-    if (!mt_norms_before(m->options)) return (mt_next_norm){.layer = w};
-    return (mt_next_norm){is_mixer ? &w->input_norm : &w->mlp_norm, is_mixer ? &a->input_norm : &a->mlp_norm, w};
-}
-
-/* The operand of the block's kind. */
-static const void *mt_block_x(const mt_block *b) {
-    return b->before ? b->normed.y : b->input;
+static mt_placed_norm mt_first_norm(const mt_layer *w, const mt_activations *a) {
+    return mt_norm_at(w, a, w->kind.mixer != MT_MIXER_NONE ? MT_NORM_MIXER_IN : MT_NORM_FEED_FORWARD_IN);
 }
 
 /* ---- slots */
 
-/* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. Without a norm
- * after the mixer, a split backward keeps dy of the mixer's last linear here: the norm before has read the input by
- * then. */
+/* The input of a layer. A recomputed unit keeps its first layer's input, or this rank's part of it. */
 static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, size_t stash_of) {
     bool starts_unit = w && w->recomputed && w->index == w->recompute_unit,
          splits_input = m->options->distribute_saved_activations;
@@ -10752,76 +11071,93 @@ static void mt_input_slots(const mt_model *m, mt_slots *s, const mt_layer *w, si
     kept->once = starts_unit, kept->input = MT_OFFLOAD_ATTN_NORM;
 }
 
+/* A split backward keeps dy of a block's last linear in the block's input, if a norm before the block has read that by
+ * then; or else in the block's output, which a norm behind it reads. */
+static bool mt_keeps_output(unsigned norms, mt_norm_place before, mt_norm_place after) {
+    return mt_has_norm(norms, after) || !mt_has_norm(norms, before);
+}
+
+/* The values of a norm, if the layer has it. input: MT_OFFLOAD_* of the module that reads its result; a norm behind a
+ * block keeps its statistics alone. */
+static void mt_placed_norm_slots(const mt_model *m, mt_slots *s, const mt_layer *w, unsigned norms, mt_norm_place place,
+                                 unsigned input) {
+    const mt_norm_row *row = &mt_norm_rows[place];
+    if (!mt_has_norm(norms, place)) return;
+    if (mt_has_norm(MT_NORMS_IN, place))
+        mt_norm_slots(s, m, row->name, row->saved, input, w ? mt_norm_weights(w, place) : NULL);
+    else
+        mt_norm_statistics_slots(s, m, row->name, row->saved);
+}
+
 /* The slots of a layer; w NULL: one list for all layers of this rank, if no layer saves anything. */
 static void mt_layer_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_layer_kind layer = w ? w->kind : mt_layer_kind_of(m->options, 0);
     const mt_block_kind *mixer = mt_mixer_kinds[layer.mixer];
     const mt_block_kind *feed_forward = mt_feed_forward_kinds[layer.feed_forward];
-    bool before = mt_norms_before(m->options), after = mt_norms_after(m->options);
-    bool is_mlp = layer.feed_forward == MT_FEED_FORWARD_DENSE;
+    unsigned norms = w ? layer.norms : mt_any_norms(m->options);
+    bool mixer_keeps = mt_keeps_output(norms, MT_NORM_MIXER_IN, MT_NORM_MIXER_OUT);
+    bool mlp_keeps = mt_keeps_output(norms, MT_NORM_FEED_FORWARD_IN, MT_NORM_FEED_FORWARD_OUT);
     bool has_mixer = !w || layer.mixer != MT_MIXER_NONE, has_mlp = !w || layer.feed_forward != MT_FEED_FORWARD_NONE;
+    size_t mixer_stash = mixer_keeps ? 0 : mixer->last, mlp_stash = mlp_keeps ? 0 : feed_forward->last;
     s->count = 0;
-    mt_input_slots(m, s, w, after ? 0 : has_mixer ? mixer->last : feed_forward->last);
-    if (before && has_mixer)
-        mt_norm_slots(s, m, "input_norm", offsetof(mt_activations, input_norm), MT_OFFLOAD_QKV_LINEAR,
-                      w ? &w->input_norm : NULL);
+    mt_input_slots(m, s, w, has_mixer ? mixer_stash : mlp_stash);
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_MIXER_IN, MT_OFFLOAD_QKV_LINEAR);
     mixer->slots(m, s, w);
-    if (after && has_mixer) {
-        MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
-        mt_norm_statistics_slots(s, m, "attention_out_norm", offsetof(mt_activations, attention_out_norm));
-    }
+    if (has_mixer && mixer_keeps) MT_SLOT(s, attention_out, m->max_rows, m->C, m->dtype)->stash_of = mixer->last;
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_MIXER_OUT, 0);
     if (has_mixer && has_mlp) {
         mt_slot *middle = MT_SLOT(s, middle, m->max_rows, m->C, m->residual_dtype);
-        middle->stash_of = after ? 0 : feed_forward->last, middle->input = MT_OFFLOAD_MLP_NORM;
+        middle->stash_of = mlp_stash, middle->input = MT_OFFLOAD_MLP_NORM;
     }
-    if (before && has_mlp)
-        mt_norm_slots(s, m, "mlp_norm", offsetof(mt_activations, mlp_norm), is_mlp ? MT_OFFLOAD_MLP : 0,
-                      w ? &w->mlp_norm : NULL);
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_IN, feed_forward->input);
     feed_forward->slots(m, s, w);
     for (int64_t i = 1; !w && i < m->options->num_layers; i++) { // the list is of layers of other kinds too
         mt_layer_kind other = mt_layer_kind_of(m->options, i);
         mt_mixer_kinds[other.mixer]->slots(m, s, w);
         mt_feed_forward_kinds[other.feed_forward]->slots(m, s, w);
     }
-    if (after && has_mlp) {
-        MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
-        mt_norm_statistics_slots(s, m, "mlp_out_norm", offsetof(mt_activations, mlp_out_norm));
-    }
+    if (has_mlp && mlp_keeps) MT_SLOT(s, mlp_out, m->max_rows, m->C, m->dtype)->stash_of = feed_forward->last;
+    mt_placed_norm_slots(m, s, w, norms, MT_NORM_FEED_FORWARD_OUT, 0);
     mt_slots_place(m, s, w);
 }
 
 /* ---- blocks */
 
-/* The place of a result [R, C], and the layer whose input it is, with its saved values; reader NULL: of none. out NULL:
- * only the values that the backward reads are computed. */
+/* A result [R, C] and what reads it: a layer, whose input it is, with its saved values (NULL: none); and the norm that
+ * is next in the list, which may be computed with the result. out NULL: only the values that the backward reads are
+ * computed. */
 typedef struct mt_layer_result {
     void *out;
     const mt_layer *reader;
     const mt_activations *reader_values;
+    mt_placed_norm norm;
+    bool acquires; // first the reader's bucket, which has the norm
 } mt_layer_result;
 
-/* result = input + dropout(after(kind(x))), and the next norm, if any. */
+/* result = input + dropout(after(kind(x))), where x = before(input) is there; and the next norm. */
 static void mt_block_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b,
-                             mt_layer_result result, mt_next_norm next) {
-    void *sum = m->scratch.block_out, *out = b->after ? b->out : result.out ? sum : NULL;
-    b->kind->forward(m, p, w, a, mt_block_x(b), out);
-    if (b->after) {
-        mt_normed normed = b->out_normed;
-        normed.y = sum;
-        mt_norm_forward(m, p, b->after, &normed, out);
+                             const mt_layer_result *result) {
+    void *x = m->scratch.block_out, *out = b->after.w ? b->out : result->out ? x : NULL;
+    b->kind->forward(m, p, w, a, b->x, out);
+    if (b->after.w) {
+        mt_normed normed = b->after.n;
+        normed.y = x;
+        mt_norm_forward(m, p, b->after.w, &normed, out);
     }
-    if (!result.out) return;
-    mt_scale(m, p, sum, m->options->residual_multiplier);
-    if (result.reader) mt_offload_claim(m, p, result.reader, result.reader_values);
-    if (next.layer) mt_bucket_acquire(m, next.layer->bucket);
-    mt_residual_forward(m, p, result.out, b->input, sum, w->number, b->drop, next);
+    if (!result->out) return;
+    mt_scale(m, p, x, m->options->residual_multiplier);
+    if (result->reader) mt_offload_claim(m, p, result->reader, result->reader_values);
+    if (result->acquires) mt_bucket_acquire(m, result->reader->bucket);
+    mt_dropout_add_args sum = mt_dropout_operands(m, p, w->number, b->drop);
+    sum.x = x, sum.residual = b->input, sum.out = result->out;
+    mt_residual_forward(m, p, &sum, &result->norm);
 }
 
 /* Selective recomputation. */
 static void mt_block_replay(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const mt_block *b) {
-    if (b->before && m->recompute_modules & MT_MODULE_LAYERNORM)
-        mt_norm_residual_forward(m, p, b->before, &b->normed, b->input);
-    if (b->kind->replay) b->kind->replay(m, p, w, a, mt_block_x(b));
+    if (b->before.w && m->recompute_modules & MT_MODULE_LAYERNORM)
+        mt_norm_residual_forward(m, p, b->before.w, &b->before.n, b->input);
+    if (b->kind->replay) b->kind->replay(m, p, w, a, b->x);
 }
 
 /* d.dx, the gradient of the block's input, from d.dout, that of its output. They may be the same, but not in a split
@@ -10837,15 +11173,16 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
         dout = s->block_out;
     }
     mt_block_gradients inner = {
-        .x = mt_block_x(b), .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
-    if (b->after) {
-        mt_norm_backward(m, p, b->after, &b->out_normed, s->dout, NULL, dout, b->out);
+        .x = b->x, .x_field = b->x_field, .gathered = d.gathered, .dx = s->dnormed, .left = d.left};
+    inner.dmemory = d.dmemory;
+    if (b->after.w) {
+        mt_norm_backward(m, p, b->after.w, &b->after.n, s->dout, NULL, dout, b->out);
         dout = s->dout;
     }
     inner.dout = dout;
     mt_deferred last = b->kind->backward(m, p, w, a, &inner);
-    if (b->before)
-        mt_norm_residual_backward(m, p, b->before, &b->normed, d.dx, d.dout, inner.dx, b->input);
+    if (b->before.w)
+        mt_norm_residual_backward(m, p, b->before.w, &b->before.n, d.dx, d.dout, inner.dx, b->input);
     else
         mt_residual_add(m, p, d.dx, d.dout, inner.dx);
     if (last.linear) mt_defer_weight(m, p, w, a, last.linear, last.x, last.dy);
@@ -10853,36 +11190,37 @@ static void mt_block_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
 
 /* ---- the blocks of a layer */
 
-/* The result of the layer, from the input and its norm, which are in `a`; and the next norm, if any. */
+/* The result of the layer, from the input and its norm, which are in `a`. */
 static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a,
-                             mt_layer_result result, mt_next_norm next) {
+                             const mt_layer_result *result) {
     mt_block blocks[2];
-    int count = mt_layer_blocks(m, w, a, blocks);
-    mt_next_norm between = {.w = blocks[count - 1].before, .n = &blocks[count - 1].normed};
-    if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], (mt_layer_result){.out = a->middle}, between);
-    mt_block_forward(m, p, w, a, &blocks[count - 1], result, next);
+    int count = mt_layer_blocks(w, a, blocks);
+    mt_layer_result middle = {.out = a->middle, .norm = blocks[count - 1].before};
+    if (count > 1) mt_block_forward(m, p, w, a, &blocks[0], &middle);
+    mt_block_forward(m, p, w, a, &blocks[count - 1], result);
     mt_offload_store(m, p, w, a);
 }
 
 /* True if layer w may gather the gradient for the experts of the layer below: nothing is computed before the gather,
  * and w's mixer can leave its first weight's gradient until then. */
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
-    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gathers;
+    bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gather;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !mt_norms_after(m->options) &&
-                  !m->options->attention_output_gate;
-    bool at_once = below->F == 0 && m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 &&
-                   !mt_has_latent_experts(m) && !mt_residual_is_wide(m);
+    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !m->options->attention_output_gate;
+    bool at_once = !mt_has_norm(below->kind.norms, MT_NORM_FEED_FORWARD_OUT) && below->F == 0 &&
+                   m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m) &&
+                   !mt_residual_is_wide(m);
     return gathers && at_once && !replays && whole && leaves;
 }
 
-/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. The values of modules that are
- * recomputed are in the layer's buffer, or else computed again. gathered: the layer above has gathered dresidual for
- * the experts. With `ahead` that is done here for the layer below, beside the gradient of the mixer's first weight. */
+/* dresidual[R, C]: the gradient of the layer's output in, that of its input out. dmemory: see mt_block_gradients. The
+ * values of modules that are recomputed are in the layer's buffer, or else computed again. gathered: the layer above
+ * has gathered dresidual for the experts. With `ahead` that is done here for the layer below, beside the gradient of
+ * the mixer's first weight. */
 static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, void *dresidual,
-                              bool gathered, bool ahead) {
+                              void *dmemory, bool gathered, bool ahead) {
     mt_block blocks[2];
-    int count = mt_layer_blocks(m, w, a, blocks);
+    int count = mt_layer_blocks(w, a, blocks);
     bool splits = p->halves != MT_BACKWARD_BOTH, replays = m->recompute_modules && m->recomputed != a;
     void *dmiddle = splits ? m->scratch.dmiddle : dresidual;
     mt_pass replay = *p;
@@ -10891,7 +11229,7 @@ static void mt_layer_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_act
     for (int i = count - 1; i >= 0; i--) {
         bool last = i + 1 == count, apart = splits && count == 1; // apart: dx is not dout, see mt_block_backward
         mt_block_gradients d = {.dout = last ? dresidual : dmiddle, .gathered = last && gathered};
-        d.dx = i > 0 || apart ? dmiddle : dresidual, d.left = i == 0 && ahead ? &left : NULL;
+        d.dx = i > 0 || apart ? dmiddle : dresidual, d.dmemory = dmemory, d.left = i == 0 && ahead ? &left : NULL;
         if (replays) mt_block_replay(m, &replay, w, a, &blocks[i]);
         if (replays && i == 0) m->recomputed = a;
         mt_block_backward(m, p, w, a, &blocks[i], d);
@@ -10934,8 +11272,8 @@ static int64_t mt_span_of_token(const mt_batch *batch, int64_t s, int64_t t) {
     return s;
 }
 
-/* Tokens to the next place where a cut may be best: each of `most` adds `slope` to its error, and of equal errors that
- * nearest to the middle counts. */
+/* Tokens to the next place where a cut may be best, at most `most`. Each token adds `slope` to the cut's error; of
+ * places with equal errors, the one nearest to the middle is best. */
 static int64_t mt_cut_steps(int64_t error, int64_t slope, int64_t most, int64_t to_middle) {
     if (slope == 0) return to_middle > 0 ? mt_min(to_middle, most) : most;
     return (error < 0) == (slope < 0) ? most : mt_max(mt_min(-error / slope, most), 1);
@@ -11015,7 +11353,7 @@ typedef struct mt_ring_shift {
     mt_channel *to, *from;
 } mt_ring_shift;
 
-/* A piece of this rank: adjacent tokens, as many as there are between two cuts. */
+/* A piece of this rank: the adjacent tokens between two cuts. */
 typedef struct mt_piece {
     int64_t begin, end;      // in the whole micro-batch; they may be equal
     int before, after;       // ranks of the group with the adjacent pieces; -1: none
@@ -11102,7 +11440,7 @@ static int64_t mt_context_num_lists(const mt_context_plan *plan) {
     return plan->comm_type == MT_CP_ALL_GATHER ? 1 : plan->ring->size;
 }
 
-/* Rows of the longest copy. Contexts that share memory for batches of 1, 2, 4 ... ranks have this number in common. */
+/* Rows of the longest copy: the same number for all contexts of 1, 2, 4 ... ranks, which share memory. */
 static int64_t mt_context_copied_rows(const mt_context_plan *plan) {
     return plan->max_tokens * (plan->ring->size > 1 ? plan->a2a->size : 1);
 }
@@ -11796,7 +12134,7 @@ static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x, const int32
         mt_bucket_release(m, m->position_bucket);
     }
     mt_embedding_scale(m, p, sum);
-    if (layer < 0) mt_residual_finish(m, p, x);
+    if (layer < 0) mt_residual_finish(m, p, x, sum);
     mt_dropout_add_args a = mt_dropout_operands(m, p, layer, MT_DROP_EMBEDDING);
     if (a.dropout.p > 0) {
         a.x = a.out = x;
@@ -12245,10 +12583,13 @@ static mt_activations *mt_values_of(const mt_model *m, const mt_pass *p, int64_t
     return &p->mb->layers[m->plan.train ? layer : 0];
 }
 
-/* The input of a layer of the chunk as the result of the layer before. */
-static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer) {
+/* The input of a layer of the chunk as the result of the layer before. normed: with its norm. */
+static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t layer, bool normed) {
+    const mt_layer *w = &m->layers[m->first_local[p->mb->chunk] + layer];
     const mt_activations *values = mt_values_of(m, p, layer);
-    return (mt_layer_result){values->input, &m->layers[m->first_local[p->mb->chunk] + layer], values};
+    mt_layer_result input = {.out = values->input, .reader = w, .reader_values = values, .acquires = normed};
+    if (normed) input.norm = mt_first_norm(w, values);
+    return input;
 }
 
 static bool mt_has_images(const mt_pass *p); // these six: §21
@@ -12258,30 +12599,28 @@ static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, 
 static void mt_vision_forward(mt_model *m, const mt_pass *p);
 static void mt_vision_backward(mt_model *m, const mt_pass *p);
 
-/* Layers [begin, end) of the chunk, from the first one's saved input to `result` and its norm, if any. Each layer also
- * computes the next layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its
- * replay run the same operations. */
-static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result,
-                              mt_next_norm result_norm) {
+/* Layers [begin, end) of the chunk, from the first one's saved input to `result`. Each layer also computes the next
+ * layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its replay run the
+ * same operations. */
+static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     for (int64_t i = begin; i < end; i++) {
         mt_layer *w = &layers[i];
         mt_activations *a = mt_values_of(m, p, i);
-        bool is_last = i + 1 == end;
-        mt_next_norm next = result_norm;
         if (i == begin) {
             mt_bucket_acquire(m, w->bucket);
             mt_recompute_unit_input(m, p, a);
-            mt_next_norm first = mt_first_norm(m, w, a);
-            if (first.w) mt_norm_residual_forward(m, p, first.w, first.n, a->input);
+            mt_placed_norm first = mt_first_norm(w, a);
+            if (first.w) mt_norm_residual_forward(m, p, first.w, &first.n, a->input);
         }
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        if (!is_last) next = mt_first_norm(m, &layers[i + 1], mt_values_of(m, p, i + 1));
-        mt_layer_result to = is_last ? result : mt_input_of(m, p, i + 1);
+        mt_layer_result to = i + 1 == end ? result : mt_input_of(m, p, i + 1, true);
+        mt_placed_norm next = to.norm;
         bool grows = mt_layer_has_deepstack(m, p, w->number); // features of images are added before the next norm
-        mt_layer_forward(m, p, w, a, to, grows ? (mt_next_norm){.layer = next.layer} : next);
+        if (grows) to.norm.w = NULL;
+        mt_layer_forward(m, p, w, a, &to);
         if (grows && to.out) mt_vision_add(m, p, w->number + 1, to.out);
-        if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, next.n, to.out);
+        if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, &next.n, to.out);
         mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
@@ -12294,7 +12633,7 @@ static void mt_recompute_unit_replay(mt_model *m, const mt_pass *p, int64_t begi
     mt_pass replay = *p;
     replay.replay = true;
     if (!m->layers[m->first_local[p->mb->chunk] + begin].recomputed || m->recomputed == &p->mb->layers[end - 1]) return;
-    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0}, (mt_next_norm){0});
+    mt_layers_forward(m, &replay, begin, end, (mt_layer_result){0});
 }
 
 /* Starts the copy of the last offloaded values of the chunk's layers and modules [0, end) back to the device. */
@@ -12462,10 +12801,11 @@ static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
         mt_embed_forward(m, p, out->embedded, p->batch->mtp_tokens + k * p->T, w->number);
         mt_bucket_acquire(m, w->bucket);
         mt_offload_claim(m, p, w, a);
-        mt_mtp_join_forward(m, p, k, mt_residual_begin(m, a->input));
-        mt_residual_finish(m, p, a->input);
-        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1, (mt_layer_result){.out = out->hidden},
-                          (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+        void *input = mt_residual_begin(m, a->input);
+        mt_mtp_join_forward(m, p, k, input);
+        mt_residual_finish(m, p, a->input, input);
+        mt_layers_forward(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1,
+                          (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
         mt_bucket_release(m, w->bucket);
         mt_head_forward(m, p, out);
         mt_head_loss(m, p, out, p->batch->mtp_labels + k * p->T, p->batch->mtp_weights + k * p->T,
@@ -12490,7 +12830,7 @@ static void mt_mtp_backward(mt_model *m, const mt_pass *p, void *dhidden, void *
         mt_norm_residual_backward(m, p, &w->mtp_final_norm, &out->norm, dresidual, NULL, dnormed, out->hidden);
         mt_offload_fetch(m, p, mt_mtp_index(m, p, k));
         mt_recompute_unit_replay(m, p, mt_mtp_index(m, p, k), mt_mtp_index(m, p, k) + 1);
-        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, false, false);
+        mt_layer_backward(m, p, w, &p->mb->layers[mt_mtp_index(m, p, k)], dresidual, NULL, false, false);
         void *dinput = mt_residual_begin(m, dresidual); // of the model's type, then of the embedding
         (void)mt_residual_round(m, p, dinput, dresidual);
         mt_mtp_join_backward(m, p, k, dinput, dhidden, dinput);
@@ -12568,7 +12908,7 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Ranks over which a micro-batch of all its context ranks is divided evenly. */
+/* Number of ranks among which the tokens of a micro-batch are divided evenly. */
 static int64_t mt_token_ranks(const mt_options *o, int64_t context_size) {
     return context_size * (o->sequence_parallel ? o->tensor_model_parallel_size : 1);
 }
@@ -12634,7 +12974,7 @@ static int mt_batch_check_ranks(const mt_model *m, const mt_batch *batch, mt_err
                         (long long)ranks, (long long)cp);
 }
 
-/* The encoder's part of a batch: as the decoder's, and a sequence for each of the decoder that is no padding. */
+/* Checks the encoder's part of a batch as the decoder's; each sequence of the decoder, except padding, has one here. */
 static int mt_batch_check_encoder(const mt_model *m, const mt_batch *batch, mt_error *error) {
     const mt_encoder_batch *e = &batch->encoder;
     int64_t T = e->num_tokens, V = m->options->vocab_size, parts = m->tp.sequence_parallel ? m->grid->tensor.size : 1,
@@ -12732,7 +13072,7 @@ static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *mb) {
     mt_pass p = {.mb = mb, .batch = &mb->batch, .tp = m->tp, .stream = m->stream, .T = mb->T, .rows = mb->rows};
     p.tp.T = mb->T, p.tp.rows = mb->rows;
     p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0;
-    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded;
+    p.halves = MT_BACKWARD_BOTH, p.unpadded = mb->unpadded, p.selected = m->scratch.selected;
     p.spans = (mt_spans){.host = mb->host_spans, .device = mb->batch.spans, .count = mb->num_spans};
     p.context = mb->context, p.num_sequences = mb->context ? mb->whole.num_spans : mb->num_spans;
     if (mb->context && m->in_context != mb) mt_context_load(mb->context, &mb->whole, m->stream);
@@ -12847,8 +13187,8 @@ static void mt_relative_release(mt_model *m, bool of_encoder, bool backward, boo
     mt_bucket_release(m, bucket);
 }
 
-/* True if no chunk of this rank before this one has layers of the encoder, or decoder: in a step, the last backward of
- * this one ends the sum of its biases' gradients. */
+/* True if this is the rank's first chunk with layers of the encoder, or of the decoder: its last backward of a step
+ * completes the gradients of the half's biases by distance. */
 static bool mt_half_begins(const mt_model *m, int64_t chunk, bool of_encoder) {
     for (int64_t before = 0; before < chunk; before++) {
         int64_t decoder = mt_decoder_begin(m, before);
@@ -12908,7 +13248,8 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p, void *dhidden) {
     mt_bucket_release(m, m->output_bucket);
 }
 
-/* The end of the unit of a chunk's layer: of the layers that one replay restores, or of all. */
+/* The end of a layer's unit of recomputation in a chunk: one replay restores the layers of a unit. Without full
+ * recomputation the layers of a chunk, or of each half of an encoder-decoder, are one unit. */
 static int64_t mt_recompute_unit_end(const mt_model *m, int64_t chunk, int64_t layer) {
     const mt_layer *layers = m->layers + m->first_local[chunk];
     int64_t end = layer;
@@ -12935,24 +13276,33 @@ static void *mt_encoder_output(const mt_model *m, const mt_pass *p) {
     return mt_ends_in_encoder(m, p->mb->chunk) ? out->hidden : out->norm.y;
 }
 
+/* The gradients of a chunk's output, which become those of its input. */
+typedef struct mt_chunk_gradients {
+    void *residual; // [R, C] of the residual stream, in its type; of an encoder-decoder that of the decoder
+    void *encoder;  // [R of the encoder, C] of the encoder's residual stream
+    void *memory;   // [R of the encoder, C] of the encoder's output, summed over the layers of cross attention
+} mt_chunk_gradients;
+
 /* Their gradients. */
-static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p) {
-    return mt_begins_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+static void *mt_encoder_dinput(const mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
+    return mt_begins_in_encoder(m, p->mb->chunk) ? d->encoder : d->memory;
 }
-static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p) {
-    return mt_ends_in_encoder(m, p->mb->chunk) ? m->scratch.dencoder : m->scratch.dmemory;
+static void *mt_encoder_doutput(const mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
+    return mt_ends_in_encoder(m, p->mb->chunk) ? d->encoder : d->memory;
 }
 
 /* Layers [begin, end) of a chunk, unit by unit, from the first one's saved input to `result`. */
 static void mt_units_forward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, mt_layer_result result) {
     for (int64_t next; begin < end; begin = next) {
         next = mt_recompute_unit_end(m, p->mb->chunk, begin);
-        mt_layers_forward(m, p, begin, next, next == end ? result : mt_input_of(m, p, next), (mt_next_norm){0});
+        mt_layers_forward(m, p, begin, next, next == end ? result : mt_input_of(m, p, next, false));
     }
 }
 
-/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. */
-static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual) {
+/* dresidual[R, C]: the gradient of the output of layers [begin, end) in, that of their input out. dmemory: see
+ * mt_block_gradients. */
+static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int64_t end, void *dresidual,
+                              void *dmemory) {
     mt_layer *layers = m->layers + m->first_local[p->mb->chunk];
     bool gathered = false; // dresidual, for the experts of the next layer
     for (int64_t i = end - 1; i >= begin; i--) {
@@ -12964,7 +13314,7 @@ static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
-        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, gathered, ahead);
+        mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, dmemory, gathered, ahead);
         gathered = ahead;
         mt_layer_release(m, p, w, true, p->halves == MT_BACKWARD_BOTH);
     }
@@ -12985,22 +13335,21 @@ static void mt_encoder_forward(mt_model *m, const mt_pass *encoder) {
     mt_bucket_release(m, m->encoder_bucket);
 }
 
-/* scratch.dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, or with the norm that
- * of the memory; before them out. */
-static void mt_encoder_backward(mt_model *m, const mt_pass *encoder) {
+/* dencoder: the gradient of the encoder's residual stream behind the chunk's layers in, unless the chunk has the norm,
+ * which computes it from dmemory; before them out. */
+static void mt_encoder_backward(mt_model *m, const mt_pass *encoder, void *dencoder, const void *dmemory) {
     const mt_output *out = &encoder->mb->encoder.output;
     int64_t chunk = encoder->mb->chunk, end = mt_decoder_begin(m, chunk);
     if (!mt_ends_in_encoder(m, chunk)) {
         mt_bucket_acquire(m, m->encoder_bucket);
         mt_bucket_gradients_acquire(m, m->encoder_bucket);
-        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, m->scratch.dencoder, NULL, m->scratch.dmemory,
-                         out->hidden);
+        mt_norm_backward(m, encoder, &m->outer.encoder_norm, &out->norm, dencoder, NULL, dmemory, out->hidden);
         mt_bucket_gradients_release(m, m->encoder_bucket, encoder->last);
         mt_bucket_release(m, m->encoder_bucket);
     }
     if (end == 0) return;
     mt_relative_acquire(m, true, true);
-    mt_units_backward(m, encoder, 0, end, m->scratch.dencoder);
+    mt_units_backward(m, encoder, 0, end, dencoder, NULL);
     mt_relative_release(m, true, true, encoder->last && mt_half_begins(m, chunk, true));
 }
 
@@ -13026,27 +13375,25 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     mt_relative_release(m, false, false, false);
 }
 
-/* dresidual[R, C]: the gradient of the chunk's output in, that of its input out. Of an encoder-decoder, that of the
- * decoder's residual stream; in scratch.dmemory and scratch.dencoder those of the encoder's. */
-static void mt_chunk_backward(mt_model *m, const mt_pass *p, void *dresidual) {
+static void mt_chunk_backward(mt_model *m, const mt_pass *p, const mt_chunk_gradients *d) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
     int64_t decoder = mt_decoder_begin(m, p->mb->chunk);
     mt_pass encoder = mt_encoder_pass(m, p);
     if (decoder < stage->num_layers) {
         mt_relative_acquire(m, false, true);
-        mt_units_backward(m, p, decoder, stage->num_layers, dresidual);
+        mt_units_backward(m, p, decoder, stage->num_layers, d->residual, d->memory);
         mt_relative_release(m, false, true, p->last && mt_half_begins(m, p->mb->chunk, false));
     }
-    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder);
+    if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder, d->encoder, d->memory);
     if (!stage->embedding) return;
     if (!mt_has_encoder(m)) {
-        if (mt_has_images(p)) mt_vision_take(m, p, 0, dresidual);
-        mt_embed_backward(m, p, dresidual, p->batch->tokens, -1, p->last);
+        if (mt_has_images(p)) mt_vision_take(m, p, 0, d->residual);
+        mt_embed_backward(m, p, d->residual, p->batch->tokens, -1, p->last);
         if (m->vision) mt_vision_backward(m, p);
         return;
     }
-    mt_embed_accumulate(m, p, dresidual, p->batch->tokens, m->options->encoder_num_layers);
-    mt_embed_backward(m, &encoder, m->scratch.dencoder, encoder.batch->tokens, -1, p->last);
+    mt_embed_accumulate(m, p, d->residual, p->batch->tokens, m->options->encoder_num_layers);
+    mt_embed_backward(m, &encoder, d->encoder, encoder.batch->tokens, -1, p->last);
 }
 
 static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
@@ -13151,18 +13498,19 @@ static void mt_stage_forward(mt_model *m, const mt_pass *p) {
 /* Of an encoder-decoder every layer of cross attention adds to the gradient of the memory, in all stages. */
 static void mt_stage_backward(mt_model *m, const mt_pass *p) {
     const mt_stage *stage = &m->stages[p->mb->chunk];
-    void *dresidual = m->scratch.dresidual;
+    mt_chunk_gradients d = {m->scratch.dresidual, m->scratch.dencoder, m->scratch.dmemory};
     mt_offload_prefetch(m, p, stage->num_layers + stage->num_mtp);
     if (stage->loss && mt_has_encoder(m))
-        m->ops->memory_zero(m->scratch.dmemory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
+        m->ops->memory_zero(d.memory, p->mb->encoder.rows * m->C * mt_dtype_size(m->dtype), p->stream);
     if (stage->loss)
-        mt_loss_backward(m, p, dresidual);
+        mt_loss_backward(m, p, d.residual);
     else
         mt_link_receive(m, p, &m->links[MT_LINK_RECV_BACKWARD],
-                        mt_boundary_of(m, p, mt_encoder_doutput(m, p), dresidual));
-    mt_chunk_backward(m, p, dresidual);
+                        mt_boundary_of(m, p, mt_encoder_doutput(m, p, &d), d.residual));
+    mt_chunk_backward(m, p, &d);
     if (!stage->embedding)
-        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], mt_boundary_of(m, p, mt_encoder_dinput(m, p), dresidual));
+        mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD],
+                     mt_boundary_of(m, p, mt_encoder_dinput(m, p, &d), d.residual));
 }
 
 /* The live micro-batch `index` of a chunk, or with index -1 a free one. */
@@ -13456,8 +13804,8 @@ static int64_t mt_cuts_merge(int64_t *cuts, int64_t count, int64_t most) {
     return most;
 }
 
-/* Gives the ranks of a bucket's group shards that begin and end at matrices. The largest goes to the rank that has the
- * least in the buckets before: loads[size]. A rank has at most one range of each bucket. */
+/* Gives each rank of a bucket's group at most one shard, which begins and ends at matrices. The largest shard goes to
+ * the rank that has the fewest elements of the buckets before: loads[size]. */
 static void mt_bucket_share(mt_model *m, mt_bucket *b, int64_t *loads) {
     int64_t *cuts = mt_malloc((b->num_params + 1) * (int64_t)sizeof *cuts), size = b->group->size;
     int64_t count = mt_cuts_merge(cuts, mt_bucket_cuts(m, b, cuts), size);
@@ -13482,8 +13830,8 @@ static bool mt_layer_takes_fp8(const mt_options *o, int64_t number) {
            (number >= o->num_layers_at_start_in_bf16 && number < o->num_layers - o->num_layers_at_end_in_bf16);
 }
 
-/* Places of a bucket's parameters. --lora-base-dtype fp8: a byte for each element of a frozen linear; its parameters
- * stay without a gap. */
+/* Sets where in its bucket each parameter lies. With --lora-base-dtype fp8 an element of a frozen linear is a byte, and
+ * there is no gap between the linear's parameters. */
 static void mt_bucket_place(mt_model *m, mt_bucket *b) {
     const mt_options *o = m->options;
     int64_t size = mt_dtype_size(b->dtype), end = 0;
@@ -14109,11 +14457,10 @@ mt_dtype mt_state_dtype(const mt_model *m, mt_param_state state) {
     return state == MT_STATE_WEIGHTS ? m->dtype : MT_F32;
 }
 
-/* Bytes of a row of a layer's indexer_cache; 0: it has no indexer. */
-static int64_t mt_indexer_key_bytes(const mt_model *m, int64_t layer) {
-    mt_layer_kind kind = m->layers[layer].kind;
-    bool has_indexer = kind.mixer == MT_MIXER_SPARSE_ATTENTION && !kind.shares_indices;
-    return has_indexer ? m->options->dsa_indexer_head_dim * mt_dtype_size(m->dtype) : 0;
+/* Rows of a cache of a layer's list, of all states both the running one and the kept one. */
+static int64_t mt_cache_num_rows(const mt_model_plan *plan, mt_cache_rows rows) {
+    if (rows == MT_CACHE_OF_SLOTS) return 2 * mt_cache_slots(plan);
+    return rows == MT_CACHE_OF_MEMORY ? plan->cache_sequences * plan->max_inputs : plan->cache_rows;
 }
 
 /* Memory of the parts that may rest: this rank's parameters, gradients and the optimizer's states, by bucket; and the
@@ -14146,23 +14493,10 @@ static void mt_plan_buckets(mt_model *m) {
     if (m->plan.train && has_scales)
         m->state_amax = mt_arena_alloc(optimizer, 2 * m->num_params * (int64_t)sizeof *m->state_amax);
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t heads_bytes = m->plan.cache_rows * m->layers[layer].G * mt_dtype_size(m->dtype);
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer)) {
-            mt_mixer_widths z = mt_widths_of(m, mixer);
-            int64_t states = 2 * mt_cache_slots(&m->plan); // running, then kept
-            m->rule_states[layer] = mt_arena_alloc(cache, states * z.rule_state * 4);
-            m->conv_states[layer] = mt_arena_alloc(cache, states * z.conv_state * 4);
-            continue;
-        }
-        if (mixer == MT_MIXER_CROSS_ATTENTION) { // k and v side by side, of places of max_inputs tokens
-            int64_t rows = m->plan.cache_sequences * m->plan.max_inputs * m->layers[layer].G;
-            m->k_cache[layer] = mt_arena_alloc(cache, rows * (m->D + m->Dv) * mt_dtype_size(m->dtype));
-            continue;
-        }
-        m->k_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->D);
-        m->v_cache[layer] = mt_arena_alloc(cache, heads_bytes * m->Dv);
-        m->indexer_cache[layer] = mt_arena_alloc(cache, m->plan.cache_rows * mt_indexer_key_bytes(m, layer));
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (int i = 0; i < list.count; i++)
+            *mt_cache_place(m, layer, &list.items[i]) =
+                mt_arena_alloc(cache, mt_cache_num_rows(&m->plan, list.items[i].rows) * list.items[i].row_bytes);
     }
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->mtp->cache[depth] = mt_arena_alloc(cache, m->plan.cache_rows * m->C * mt_dtype_size(m->dtype));
@@ -14973,7 +15307,7 @@ typedef struct mt_trainer {
 /* Zeroes the counters; called before each step and before the first forward. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = m->experts;
-    if (m->options->num_experts == 0) return;
+    if (!e->losses) return;
     m->ops->memory_zero(e->losses, (MT_NUM_AUX_LOSSES + 2) * 8, m->stream);
     if (e->num_layers == 0) return;
     if (mt_has_quantiles(m))
@@ -14986,7 +15320,7 @@ static void mt_experts_begin(mt_model *m) {
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t loads = 2 * e->num_layers * e->router.num_experts; // `loads` and `kept`
-    if (m->options->num_experts == 0) return;
+    if (!e->losses) return;
     m->ops->all_reduce(e->losses, MT_NUM_AUX_LOSSES + 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
     if (e->num_layers == 0) return; // a pipeline stage may have no experts
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
@@ -15074,7 +15408,7 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
     const mt_group *world = &m->grid->world;
     double none = (double)((m->options->num_layers + m->options->mtp_num_layers) * world->size);
     double mine = none, first, count = 0;
-    if (m->options->num_experts == 0) return;
+    if (!m->experts->losses) return;
     for (const mt_layer *w = m->layers; w < m->layers + m->num_layers; w++) {
         double key = (double)(w->number * world->size + world->rank);
         if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
@@ -15303,7 +15637,7 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     if (m->indexer_sums)
         m->ops->memory_copy(result->indexer_sums, m->indexer_sums, sizeof result->indexer_sums, m->stream);
-    if (m->options->num_experts > 0) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->losses) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
     if (e->num_layers > 0) {
         m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
         m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
@@ -15849,28 +16183,18 @@ static bool mt_logits_overlap(const mt_model *m) {
     return m->num_micro_batches == 1 && m->has_loss && m->mtp->count == 0;
 }
 
-/* `gathered` of the second pair of regions, for rows of up to `widest` channels; if it overlaps, in a mailbox with
- * the parts. */
-static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *arena) {
-    tp->first_part = tp->group->size * tp->max_rows * widest;
-    int64_t whole = tp->first_part * mt_dtype_size(tp->dtype);
-    tp->mailbox_bytes = tp->overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
-    tp->gathered = mt_arena_alloc(arena, tp->mailbox_bytes);
-    if (tp->overlaps) tp->part_rows = mt_arena_alloc(arena, tp->max_rows * tp->group->size * 4);
-}
-
 /* Scratch and counters that the layers with experts share. No slots: no layer's value stays here until its backward. */
 static void mt_plan_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = m->experts;
-    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk;
     int64_t all = R * m->grid->tensor_context.size;
-    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
+    if (E > 0) e->losses = mt_arena_alloc(arena, (MT_NUM_AUX_LOSSES + 2) * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_fixed(m)) {
         int64_t M = mt_max(e->num_choices, mt_expert_rows_received(e));
-        mt_expert_rows_plan plan = {.M = M}, dispatched = {.M = M, .dispatched = true};
+        mt_expert_rows_plan plan = {.M = M};
         mt_expert_rows_allocate(m, &e->rows, arena, &plan);
-        if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &e->dispatched, arena, &dispatched);
+        if (e->dispatcher->plan_rows) e->dispatcher->plan_rows(m, &e->dispatched, arena, M);
     }
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_at(e->loads, e->num_layers * E, MT_F32);
@@ -15888,23 +16212,17 @@ static void mt_plan_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->dispatcher->adds_base || !m->options->moe_permute_fusion)
+    if (!m->options->moe_permute_fusion) {
         e->scattered = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
-    if (!m->options->moe_permute_fusion) e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+        e->sums = mt_arena_alloc(arena, e->tokens * e->C * 4);
+    }
     if (mt_has_latent_experts(m)) {
         e->latent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
         if (m->plan.train) e->dlatent = mt_arena_alloc(arena, R * e->C * mt_dtype_size(m->dtype));
         if (m->options->moe_shared_expert_intermediate_size > 0)
             e->wide = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
-    if (e->dispatcher->gathers) {
-        mt_plan_exchange(&e->exchange, e->C, arena);
-        e->exchange.partial = e->exchange.gathered;
-    }
-    if (e->dispatcher->reorders) {
-        e->all_offsets = mt_arena_alloc(arena, size * (e->num_destinations + 1) * 4);
-        e->counts = mt_arena_alloc(arena, size * e->num_local * 4);
-    }
+    if (e->dispatcher->plan) e->dispatcher->plan(m, arena);
     bool all_logits = mt_has_sinkhorn(m) || mt_has_quantiles(m);
     if ((!mt_has_capacity(m) && !all_logits) || all == R) return;
     e->all_index = mt_arena_alloc(arena, all * 8);
@@ -16024,7 +16342,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
 
 /* Channels of the widest rows that regions exchange: hidden states or latents. */
 static int64_t mt_widest_row(const mt_model *m) {
-    return m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+    return mt_max(m->C, mt_largest_widths(m).row);
 }
 
 /* Rows of logits of a decode step: those behind each sequence's last token and behind its drafts. */
@@ -16076,7 +16394,7 @@ static void mt_plan_scratch(mt_model *m, mt_arena *arena) {
         s->dresidual = mt_arena_alloc(arena, residual_bytes);
         if (mt_splits_backward(m)) s->dmiddle = mt_arena_alloc(arena, residual_bytes);
         s->dnormed = mt_arena_alloc(arena, R * m->C * size);
-        if (mt_norms_after(o)) s->dout = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_any_norms(o) & MT_NORMS_OUT) s->dout = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dmemory = mt_arena_alloc(arena, R * m->C * size);
         if (mt_has_encoder(m)) s->dencoder = mt_arena_alloc(arena, R * m->C * size);
     }
@@ -16249,26 +16567,23 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->router.group_best = o->moe_router_group_best, e->router.scaling = (float)o->moe_router_topk_scaling_factor;
     e->C = mt_expert_channels(o);
     e->num_local = o->num_experts / grid->expert.size, e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->dispatcher = mt_dispatcher_of(o, e->group), e->results = e->dispatcher->reorders ? &e->dispatched : &e->rows;
-    e->num_sources = e->dispatcher->gathers ? e->group->size : 1;
     e->router.bias_of_logits = o->moe_router_quantile_bias;
     e->sequences = mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS) ? m->plan.max_tokens : 1;
-    e->tokens = e->num_sources * m->max_rows;
-    e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
-    e->order.copies = grid->expert_tensor.size;
-    if (e->dispatcher->gathers)
-        e->order.first = grid->expert.rank * e->num_local, e->order.count = e->num_local, e->order.copies = 1;
-    else if (o->moe_pad_expert_input_to_capacity)
-        e->order.capacity = mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
-    e->num_destinations = e->order.count * e->order.copies;
-    e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
-    e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype, .T = e->tokens};
-    e->exchange.sequence_parallel = e->dispatcher->gathers, e->exchange.rows = e->exchange.max_rows = m->max_rows;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (mt_layer_has_experts(o, m->layers[i].number) && !mt_mtp_repeats(m, &m->layers[i]))
             m->layers[i].moe_index = e->num_layers++;
-    bool copies = e->dispatcher->gathers && o->moe_token_dispatcher_type == MT_DISPATCHER_FLEX;
-    e->exchange.overlaps = copies && e->num_layers > 0;
+    e->results = &e->rows, e->num_sources = 1;
+    e->order = (mt_dispatch){.topk = k, .count = o->num_experts, .num_local = e->num_local};
+    e->order.copies = grid->expert_tensor.size;
+    if (o->moe_pad_expert_input_to_capacity)
+        e->order.capacity = mt_expert_capacity(m, m->max_rows * grid->tensor_context.size);
+    e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype};
+    e->exchange.rows = e->exchange.max_rows = m->max_rows;
+    e->dispatcher = mt_dispatcher_of(o, e->group);
+    if (e->dispatcher->open) e->dispatcher->open(m);
+    e->tokens = e->exchange.T = e->num_sources * m->max_rows;
+    e->num_destinations = e->order.count * e->order.copies;
+    e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
     int64_t size = e->group->size;
     e->out_counts = mt_model_calloc(m, 2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -16288,9 +16603,7 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
     if (e->num_layers == 0 || mt_expert_rows_fixed(m)) return 0;
     mt_expert_rows_plan plan = {.M = mt_expert_rows_expected(m)};
     mt_expert_rows_allocate(m, &rows, &arena, &plan);
-    plan.dispatched = true;
-    if (e->dispatcher->reorders) mt_expert_rows_allocate(m, &rows, &arena, &plan);
-    plan.dispatched = false;
+    if (e->dispatcher->plan_rows) e->dispatcher->plan_rows(m, &rows, &arena, plan.M);
     for (int64_t i = 0; i < m->num_micro_batches; i++)
         for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
              layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++) {
@@ -16326,7 +16639,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0), m->rotary_dim = 0;
     if (o->position_embedding_type == MT_POSITION_ROPE)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
-    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
+    if (mt_is_latent(o)) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // see mt_decode_pass
     m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
@@ -16457,8 +16770,9 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
     bool is_qkv = field == offsetof(mt_layer, qkv) && !m->options->attention_output_gate; // else the gate reads x too
     bool is_fc1 = field == offsetof(mt_layer, fc1);
     if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
-    bool follows = mt_norms_before(m->options); // a norm stores x; and no router reads it too
-    bool is_normed = follows && (is_qkv || (is_fc1 && w->expert_bucket < 0));
+    // a norm stores x, and no router reads it too
+    bool is_normed = (is_qkv && mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN)) ||
+                     (is_fc1 && mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN) && w->expert_bucket < 0);
     return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
@@ -16716,9 +17030,6 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         int64_t offsets = e->group->size * (e->num_destinations + 1);
         e->host_offsets = m->ops->memory_alloc_host((offsets + e->group->size * e->num_local) * 4);
         e->host_counts = e->host_offsets + offsets, e->host_counts[0] = -1;
-        int64_t choices = e->dispatcher->gathers ? m->max_rows * e->router.topk : 0;
-        e->no_choices = mt_model_calloc(m, choices * 4);
-        for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
         int64_t loads = e->num_layers * e->router.num_experts, step = 2 * loads + e->num_layers; // of four bytes
         float *reported = e->report_memory = m->ops->memory_alloc_host(2 * step * 4);
         for (mt_step_result *result = m->trainer->results; result < m->trainer->results + 2; result++) {
@@ -16920,10 +17231,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     m->num_params = mt_params_build(&m->params, o, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_model_calloc(m, m->num_buckets * (int64_t)sizeof(mt_bucket));
-    m->k_cache = mt_model_calloc(m, 3 * m->num_layers * (int64_t)sizeof(void *));
-    m->v_cache = m->k_cache + m->num_layers, m->indexer_cache = m->v_cache + m->num_layers;
-    m->rule_states = mt_model_calloc(m, 2 * m->num_layers * (int64_t)sizeof(float *));
-    m->conv_states = m->rule_states + m->num_layers;
+    m->caches = mt_model_calloc(m, m->num_layers * (int64_t)sizeof *m->caches);
     mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
@@ -17414,7 +17722,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
  * without experts works beside one whose experts belong to another replica too. */
 static bool mt_forward_is_own(const mt_model *m) {
     bool gathers = m->sharding->strategy == MT_SHARD_PARAMS;
-    return !gathers && (m->options->num_experts == 0 || m->grid->expert_exchange.size == 1);
+    return !gathers && m->grid->expert_exchange.size == 1;
 }
 
 /* True for a decode step: one token per sequence and its logits, on a rank that needs no other. Steps with equal
@@ -17512,10 +17820,11 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     mt_scale(m, &p, hidden, mt_head_scale(m)); // as mt_head_forward
     mt_embed_forward(m, &p, out->embedded, p.batch->tokens, w->number);
     mt_bucket_acquire(m, w->bucket);
-    mt_mtp_join_forward(m, &p, depth, mt_residual_begin(m, a->input));
-    mt_residual_finish(m, &p, a->input);
-    mt_layers_forward(m, &p, layer, layer + 1, (mt_layer_result){.out = out->hidden},
-                      (mt_next_norm){.w = &w->mtp_final_norm, .n = &out->norm});
+    void *input = mt_residual_begin(m, a->input);
+    mt_mtp_join_forward(m, &p, depth, input);
+    mt_residual_finish(m, &p, a->input, input);
+    mt_layers_forward(m, &p, layer, layer + 1,
+                      (mt_layer_result){.out = out->hidden, .norm = {&w->mtp_final_norm, out->norm}});
     mt_bucket_release(m, w->bucket);
     if (depth + 1 < m->plan.num_drafts)
         m->ops->scatter_rows(&(mt_row_args){p.T, m->C, p.batch->cache_rows, .from = out->norm.y,
@@ -17531,21 +17840,24 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     return out->logits;
 }
 
+/* Copies rows of all caches whose rows are these. */
+static void mt_caches_copy(mt_model *m, mt_cache_rows rows, int64_t to, int64_t from, int64_t count) {
+    for (int64_t layer = 0; layer < m->num_layers; layer++) {
+        mt_cache_list list = mt_layer_caches(m, &m->layers[layer]);
+        for (const mt_cache *c = list.items; c < list.items + list.count; c++) {
+            char *cache = *mt_cache_place(m, layer, c);
+            if (c->rows != rows) continue;
+            m->ops->memory_copy(cache + to * c->row_bytes, cache + from * c->row_bytes, count * c->row_bytes,
+                                m->stream);
+        }
+    }
+}
+
 void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
     if (m->kept)
         memcpy(mt_routes_at(m->kept, copy->to, 0), mt_routes_at(m->kept, copy->from, 0),
                (size_t)mt_routes_size(m->options, copy->rows) * 4);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_kind mixer = m->layers[layer].kind.mixer;
-        if (!mt_mixer_attends(mixer) || mixer == MT_MIXER_CROSS_ATTENTION) continue; // a memory is of one sequence
-        int64_t row = m->layers[layer].G * mt_dtype_size(m->dtype);
-        char *caches[] = {m->k_cache[layer], m->v_cache[layer], m->indexer_cache[layer]};
-        int64_t bytes[] = {row * m->D, row * m->Dv, mt_indexer_key_bytes(m, layer)};
-        for (int i = 0; i < 3; i++)
-            if (bytes[i] > 0)
-                m->ops->memory_copy(caches[i] + copy->to * bytes[i], caches[i] + copy->from * bytes[i],
-                                    copy->rows * bytes[i], m->stream);
-    }
+    mt_caches_copy(m, MT_CACHE_OF_TOKENS, copy->to, copy->from, copy->rows);
     for (int64_t depth = 0; depth < m->plan.num_drafts && m->has_loss; depth++)
         m->ops->memory_copy(mt_at(m->mtp->cache[depth], copy->to * m->C, m->dtype),
                             mt_at(m->mtp->cache[depth], copy->from * m->C, m->dtype),
@@ -17553,17 +17865,9 @@ void mt_model_cache_copy(mt_model *m, const mt_cache_copy *copy) {
 }
 
 void mt_model_state_copy(mt_model *m, const mt_state_copy *copy) {
-    int64_t slots = mt_cache_slots(&m->plan);
-    for (int64_t layer = 0; layer < m->num_layers; layer++) {
-        mt_mixer_widths z = mt_widths_of(m, m->layers[layer].kind.mixer);
-        float *states[] = {m->rule_states[layer], m->conv_states[layer]};
-        int64_t elements[] = {z.rule_state, z.conv_state};
-        for (int i = 0; i < 2; i++)
-            if (elements[i] > 0)
-                m->ops->memory_copy(states[i] + (copy->to + (copy->to_kept ? slots : 0)) * elements[i],
-                                    states[i] + (copy->from + (copy->from_kept ? slots : 0)) * elements[i],
-                                    elements[i] * 4, m->stream);
-    }
+    int64_t slots = mt_cache_slots(&m->plan); // the kept states follow the running ones
+    mt_caches_copy(m, MT_CACHE_OF_SLOTS, copy->to + (copy->to_kept ? slots : 0),
+                   copy->from + (copy->from_kept ? slots : 0), 1);
 }
 
 /* ==== §16 generation ============================================================================================== */
@@ -18730,21 +19034,31 @@ static bool mt_state_crosses(const mt_states *states, int64_t slot) {
 
 /* ---- short convolution */
 
-/* A channel block of row `row` of a span: of x, or of the state [K - 1, C] before it; NULL: zeros. */
-static const float *mt_conv_row(float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
-                                int64_t row, int64_t c, int64_t width, mt_dtype dtype) {
-    if (row >= 0) return mt_row_load(scratch, a->x, (span->q_start + row) * a->x_stride + c, width, dtype);
-    return state ? state + (a->K - 1 + row) * a->C + c : NULL;
+/* Channels [c, c + width) of a span in a convolution. */
+typedef struct mt_conv_channels {
+    const mt_conv_args *a;
+    const mt_span *span;
+    const float *before, *dafter; // the state before the span, and the gradient of the one after it; NULL: zeros
+    const float *w;               // [width, K]
+    int64_t c, width;
+    mt_dtype dtype;
+} mt_conv_channels;
+
+/* The channels of row `row` of a span: of x, or of the state [K - 1, C] before it; NULL: zeros. */
+static const float *mt_conv_row(float *scratch, const mt_conv_channels *b, int64_t row) {
+    const mt_conv_args *a = b->a;
+    if (row >= 0) return mt_row_load(scratch, a->x, (b->span->q_start + row) * a->x_stride + b->c, b->width, b->dtype);
+    return b->before ? b->before + (a->K - 1 + row) * a->C + b->c : NULL;
 }
 
-/* sums[width] = bias + the taps' products, of channels c... of row t of a span. */
-static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, const mt_span *span, const float *state,
-                        const float *w, int64_t t, int64_t c, int64_t width, mt_dtype dtype) {
-    const float *bias = a->bias ? mt_row_load(scratch, a->bias, c, width, dtype) : NULL;
-    for (int64_t i = 0; i < width; i++) sums[i] = bias ? bias[i] : 0;
+/* sums[width] = bias + the taps' products, of row t of a span. */
+static void mt_conv_sum(float *sums, float *scratch, const mt_conv_channels *b, int64_t t) {
+    const mt_conv_args *a = b->a;
+    const float *bias = a->bias ? mt_row_load(scratch, a->bias, b->c, b->width, b->dtype) : NULL;
+    for (int64_t i = 0; i < b->width; i++) sums[i] = bias ? bias[i] : 0;
     for (int64_t j = 0; j < a->K; j++) {
-        const float *x = mt_conv_row(scratch, a, span, state, t - (a->K - 1 - j), c, width, dtype);
-        for (int64_t i = 0; i < width && x; i++) sums[i] += w[i * a->K + j] * x[i];
+        const float *x = mt_conv_row(scratch, b, t - (a->K - 1 - j));
+        for (int64_t i = 0; i < b->width && x; i++) sums[i] += b->w[i * a->K + j] * x[i];
     }
 }
 
@@ -18752,8 +19066,9 @@ static void mt_conv_sum(float *sums, float *scratch, const mt_conv_args *a, cons
 static void mt_conv_keep(float *after, float *scratch, const mt_conv_args *a, const mt_span *span, const float *before,
                          mt_dtype dtype) {
     int64_t C = a->C, rows = a->K - 1;
+    mt_conv_channels all = {.a = a, .span = span, .before = before, .width = C, .dtype = dtype};
     for (int64_t j = 0; j < rows; j++) { // ascending: a row of the state moves towards the first
-        const float *x = mt_conv_row(scratch, a, span, before, span->q_len - (rows - j), 0, C, dtype);
+        const float *x = mt_conv_row(scratch, &all, span->q_len - (rows - j));
         for (int64_t i = 0; i < C; i++) after[j * C + i] = x ? x[i] : 0;
     }
 }
@@ -18766,27 +19081,18 @@ static void mt_cpu_short_conv_forward(const mt_conv_args *a, mt_dtype dtype, mt_
         const mt_span *span = &a->spans->host[s];
         const float *before = mt_state_before(&a->states, a->spans, s, (K - 1) * C);
         float *kept = mt_state_kept(&a->states, span, (K - 1) * C);
+        mt_conv_channels all = {.a = a, .span = span, .before = before, .w = w, .width = C, .dtype = dtype};
 #pragma omp parallel for if (span->q_len * C * K > MT_PARALLEL)
         for (int64_t t = 0; t < span->q_len; t++) {
             float *sums = mt_scratch_slice(scratch) + C * K;
             int64_t to = (span->q_start + t) * a->y_stride;
-            mt_conv_sum(sums, sums + C, a, span, before, w, t, 0, C, dtype);
+            mt_conv_sum(sums, sums + C, &all, t);
             for (int64_t i = 0; i < C && a->silu; i++) sums[i] = mt_silu(1, sums[i]);
             mt_row_store(a->y, to, sums, C, dtype);
         }
         if (kept) mt_conv_keep(kept, mt_scratch_slice(scratch) + C * K, a, span, before, dtype);
     }
 }
-
-/* Channels [c, c + width) of a span in the backward of a convolution. */
-typedef struct mt_conv_channels {
-    const mt_conv_args *a;
-    const mt_span *span;
-    const float *before, *dafter; // the state before the span, and the gradient of the one after it; NULL: zeros
-    const float *w;               // [width, K]
-    int64_t c, width;
-    mt_dtype dtype;
-} mt_conv_channels;
 
 /* d[width] = the gradient of row t's sums, before SiLU. */
 static void mt_conv_dsums(float *d, const mt_conv_channels *b, int64_t t) {
@@ -18795,7 +19101,7 @@ static void mt_conv_dsums(float *d, const mt_conv_channels *b, int64_t t) {
     const float *dy = mt_row_load(scratch, a->dy, (b->span->q_start + t) * a->dy_stride + b->c, b->width, b->dtype);
     memcpy(d, dy, (size_t)b->width * sizeof *d);
     if (!a->silu) return;
-    mt_conv_sum(sums, scratch, a, b->span, b->before, b->w, t, b->c, b->width, b->dtype);
+    mt_conv_sum(sums, scratch, b, t);
     for (int64_t i = 0; i < b->width; i++) d[i] *= mt_silu_slope(1, sums[i]);
 }
 
@@ -18821,7 +19127,7 @@ static void mt_conv_backward_channels(const mt_conv_channels *b, float *dw, floa
         if (t < b->span->q_len) {
             mt_conv_dsums(d, b, t);
             for (int64_t j = 0; j < K; j++) {
-                const float *x = mt_conv_row(scratch, a, b->span, b->before, t - (K - 1 - j), b->c, width, b->dtype);
+                const float *x = mt_conv_row(scratch, b, t - (K - 1 - j));
                 for (int64_t i = 0; i < width && x; i++) dw[i * K + j] += d[i] * x[i];
             }
             for (int64_t i = 0; i < width; i++) dbias[i] += d[i];
@@ -19616,12 +19922,18 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    bool read_later = !mt_norms_before(m->options) || z.by_channel; // by f_a and g_a
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->delta_in, 0, read_later);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->delta_in, 0, z.by_channel); // f_a and g_a read it
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
 /* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
+
+/* A state of the rule or scan and one of the convolution for each slot. */
+static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_mixer_widths z = mt_widths_of(m, w->kind.mixer);
+    mt_cache_add(list, offsetof(mt_caches, rule_states), MT_CACHE_OF_SLOTS, z.rule_state * 4);
+    mt_cache_add(list, offsetof(mt_caches, conv_states), MT_CACHE_OF_SLOTS, z.conv_state * 4);
+}
 
 static mt_states mt_states_of(const mt_model *m, float *memory) {
     return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
@@ -19633,7 +19945,7 @@ static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -19649,7 +19961,7 @@ static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt
     d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
     if (z.by_channel) d.decays = z.Dk, d.a = a->kda_f, d.a_stride = d.da_stride = z.Hv * z.Dk;
     d.A_log = w->A_log.w, d.dt_bias = w->dt_bias.w, d.dA_log = w->A_log.dw, d.ddt_bias = w->dt_bias.dw;
-    if (p->decode) d.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) d.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return d;
     d.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     d.maps = m->scratch.rule_maps, d.dmaps = m->scratch.drule_maps;
@@ -19681,8 +19993,8 @@ static void mt_conv_carry_step(const void *call, const mt_carried_state *state, 
                                                                                 c->p->stream);
 }
 
-static void mt_conv_carry_states(mt_model *m, const mt_pass *p, const mt_conv_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.conv_carry;
+static void mt_conv_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_conv_args *args,
+                                 bool backward) {
     if (!p->context) return;
     mt_context_carry(p->context, carry, mt_conv_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
 }
@@ -19694,8 +20006,8 @@ static void mt_delta_carry_step(const void *call, const mt_carried_state *state,
                                                                                 c->p->stream);
 }
 
-static void mt_delta_carry_states(mt_model *m, const mt_pass *p, const mt_delta_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.rule_carry;
+static void mt_delta_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_delta_args *args,
+                                  bool backward) {
     if (!p->context) return;
     (backward ? m->ops->delta_rule_map_backward : m->ops->delta_rule_map_forward)(args, m->dtype, p->stream);
     mt_context_carry(p->context, carry, mt_delta_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
@@ -19734,10 +20046,10 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
-    if (w->kind.mixer == MT_MIXER_KDA) mt_kda_gates_forward(p, w, a, x);
-    mt_conv_carry_states(m, p, &conv, false);
+    if (mt_delta_sizes_of(m).by_channel) mt_kda_gates_forward(p, w, a, x);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
-    mt_delta_carry_states(m, p, &rule, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, false);
     m->ops->delta_rule_forward(&rule, m->dtype, p->stream);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -19760,13 +20072,13 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     rule.dv = mt_at(s->dconv, 2 * keys, m->dtype);
     rule.db = mt_at(s->dqkv, z.b, m->dtype);
     rule.da = z.by_channel ? s->ddecays : mt_at(s->dqkv, z.b + z.Hv, m->dtype);
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_delta_carry_states(m, p, &rule, false);
-    mt_delta_carry_states(m, p, &rule, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, false);
+    mt_delta_carry_states(m, p, &m->scratch.rule_carry, &rule, true);
     if (p->context) rule.dstates = s->rule_carry.dstates;
     m->ops->delta_rule_backward(&rule, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dqkv;
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
@@ -19822,6 +20134,31 @@ static double mt_kda_multiplications(const mt_options *o, int64_t layer) {
     return C * (2 * keys + 2 * values + (double)o->linear_num_value_heads) + narrow + mt_delta_rule_multiplications(o);
 }
 
+static int64_t mt_delta_key_heads(const mt_options *o) {
+    return o->linear_num_key_heads;
+}
+
+static int mt_delta_check(const mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, Hk = o->linear_num_key_heads, Hv = o->linear_num_value_heads;
+    const mt_multiple rows[] = {
+        {"--linear-num-value-heads", Hv, "--linear-num-key-heads", mt_max(Hk, 1), .advice = NULL},
+        {"--linear-num-value-heads", Hv, "--tensor-model-parallel-size", tp, .advice = NULL},
+        {"--linear-num-key-heads", Hk, "--tensor-model-parallel-size", tp, .or_divisor = true},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
+static int mt_kda_check(const mt_options *o, mt_error *error) {
+    const mt_constraint rules[] = {
+        {o->linear_num_key_heads != o->linear_num_value_heads || o->linear_key_head_dim != o->linear_value_head_dim,
+         "--experimental-attention-variant kda has as many heads of values as of keys, of as many channels: make "
+         "--linear-num-key-heads %lld and --linear-num-value-heads %lld equal, and --linear-key-head-dim %lld and "
+         "--linear-value-head-dim %lld",
+         {o->linear_num_key_heads, o->linear_num_value_heads, o->linear_key_head_dim, o->linear_value_head_dim}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error) ? -1 : mt_delta_check(o, error);
+}
+
 static int mt_kda_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     const mt_constraint rules[] = {
         {mt_exceeds(o->linear_key_head_dim, l->delta_channels),
@@ -19848,7 +20185,10 @@ static const mt_block_kind mt_delta_kind = {.name = "gated delta net",
                                             .backward = mt_delta_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_delta_widths,
+                                            .key_heads = mt_delta_key_heads,
+                                            .caches = mt_state_caches,
                                             .multiplications = mt_delta_multiplications,
+                                            .check = mt_delta_check,
                                             .check_limits = mt_delta_check_limits};
 
 static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
@@ -19857,8 +20197,11 @@ static const mt_block_kind mt_kda_kind = {.name = "Kimi delta attention",
                                           .backward = mt_delta_backward,
                                           .last = offsetof(mt_layer, o),
                                           .widths = mt_delta_widths,
+                                          .key_heads = mt_delta_key_heads,
+                                          .caches = mt_state_caches,
                                           .scratch = mt_kda_scratch,
                                           .multiplications = mt_kda_multiplications,
+                                          .check = mt_kda_check,
                                           .check_limits = mt_kda_check_limits};
 
 /* ==== §17c the gated short convolution ============================================================================ */
@@ -19877,7 +20220,7 @@ static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, conv, T, width, m->dtype);
     MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->short_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->short_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -19897,7 +20240,7 @@ static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     conv.x = a->short_x, conv.y = a->conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     conv.x_stride = conv.y_stride = conv.dx_stride = conv.dy_stride = width;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -19917,7 +20260,7 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_conv_args conv = mt_short_conv(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->short_in, x, a->short_in);
     m->ops->multiply_forward(&enter, m->dtype, p->stream);
-    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     m->ops->multiply_forward(&leave, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
@@ -19935,8 +20278,8 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     leave.dy = s->dattended, leave.dx = s->dconv, leave.dz = mt_at(s->dqkv, width, m->dtype);
     m->ops->multiply_backward(&leave, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = s->dshort_x;
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     enter.dy = s->dshort_x, enter.dx = mt_at(s->dqkv, 2 * width, m->dtype), enter.dz = s->dqkv;
@@ -19963,14 +20306,22 @@ static double mt_short_multiplications(const mt_options *o, int64_t layer) {
     return 4 * C * C + (double)(o->hidden_size * (o->linear_conv_kernel_dim + 2));
 }
 
+static int mt_short_check(const mt_options *o, mt_error *error) {
+    const mt_multiple rows[] = {{"--hidden-size", o->hidden_size, "--tensor-model-parallel-size",
+                                 o->tensor_model_parallel_size, .advice = NULL}}; // channels
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
 static const mt_block_kind mt_short_kind = {.name = "gated short convolution",
                                             .slots = mt_short_slots,
                                             .forward = mt_short_forward,
                                             .backward = mt_short_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_short_widths,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_short_scratch,
-                                            .multiplications = mt_short_multiplications};
+                                            .multiplications = mt_short_multiplications,
+                                            .check = mt_short_check};
 
 /* ==== §18 Mamba-2 ================================================================================================= */
 /* A mixer with a state of fixed size, as §17's, but without its rule of replacement (Dao & Gu, "Transformers are SSMs:
@@ -20413,7 +20764,7 @@ static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
     MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(m), &w->mamba_in, 0, !mt_norms_before(m->options));
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mamba_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -20426,7 +20777,7 @@ static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_
     conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
-    if (p->decode) conv.states = mt_states_of(m, m->conv_states[w - m->layers]);
+    if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
     return conv;
 }
@@ -20443,7 +20794,7 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     s.dA_log = w->A_log.dw, s.dD = w->mamba_d.dw, s.ddt_bias = w->dt_bias.dw;
     s.dt_min = (float)o->mamba_dt_limit_low;
     s.dt_max = o->mamba_dt_limit_high > 0 ? (float)o->mamba_dt_limit_high : INFINITY;
-    if (p->decode) s.states = mt_states_of(m, m->rule_states[w - m->layers]);
+    if (p->decode) s.states = mt_states_of(m, m->caches[w - m->layers].rule_states);
     if (!p->context) return s;
     s.states = mt_context_states(p->context, m->scratch.rule_carry.states);
     s.maps = m->scratch.rule_maps, s.dmaps = m->scratch.drule_maps;
@@ -20482,8 +20833,8 @@ static void mt_mamba_carry_step(const void *call, const mt_carried_state *state,
     (backward ? ops->ssd_carry_backward : ops->ssd_carry_forward)(c->args, state, c->m->dtype, c->p->stream);
 }
 
-static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, const mt_ssd_args *args, bool backward) {
-    mt_carry *carry = &m->scratch.rule_carry;
+static void mt_mamba_carry_states(mt_model *m, const mt_pass *p, mt_carry *carry, const mt_ssd_args *args,
+                                  bool backward) {
     if (!p->context) return;
     (backward ? m->ops->ssd_map_backward : m->ops->ssd_map_forward)(args, m->dtype, p->stream);
     mt_context_carry(p->context, carry, mt_mamba_carry_step, &(mt_carry_call){m, p, args}, backward, p->stream);
@@ -20496,9 +20847,9 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
     mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
-    mt_conv_carry_states(m, p, &conv, false);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
-    mt_mamba_carry_states(m, p, &scan, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, false);
     m->ops->ssd_forward(&scan, m->dtype, p->stream);
     mt_mamba_means(m, p, &norm);
     m->ops->gated_norm_forward(&norm, m->dtype, p->stream);
@@ -20520,13 +20871,13 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     m->ops->gated_norm_backward(&norm, m->dtype, p->stream);
     scan.dout = s->ddelta, scan.dx = s->dconv, scan.dB = mt_at(s->dconv, z.inner, m->dtype);
     scan.dC = mt_at(s->dconv, z.inner + z.G * z.N, m->dtype), scan.ddt = mt_at(s->dqkv, z.inner + z.conv, m->dtype);
-    mt_conv_carry_states(m, p, &conv, false);
-    mt_mamba_carry_states(m, p, &scan, false);
-    mt_mamba_carry_states(m, p, &scan, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, false);
+    mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, true);
     if (p->context) scan.dstates = s->rule_carry.dstates;
     m->ops->ssd_backward(&scan, m->dtype, p->stream);
     conv.dy = s->dconv, conv.dx = mt_at(s->dqkv, z.inner, m->dtype);
-    mt_conv_carry_states(m, p, &conv, true);
+    mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, true);
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
@@ -20556,6 +20907,20 @@ static double mt_mamba_multiplications(const mt_options *o, int64_t layer) {
     return linears + ((inner + 2 * groups * N) * (double)o->linear_conv_kernel_dim + 2 * inner * N);
 }
 
+static int64_t mt_mamba_groups(const mt_options *o) {
+    return o->mamba_num_groups;
+}
+
+static int mt_mamba_check(const mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, heads = o->mamba_num_heads, groups = o->mamba_num_groups;
+    const mt_multiple rows[] = {
+        {"--mamba-num-heads", heads, "--mamba-num-groups", mt_max(groups, 1), .advice = NULL},
+        {"--mamba-num-heads", heads, "--tensor-model-parallel-size", tp, .advice = NULL},
+        {"--mamba-num-groups", groups, "--tensor-model-parallel-size", tp, .or_divisor = true},
+    };
+    return MT_CHECK_MULTIPLES(rows, error);
+}
+
 static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     const mt_constraint rules[] = {
         {mt_exceeds(o->mamba_state_dim, l->ssd_rows),
@@ -20574,8 +20939,11 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .backward = mt_mamba_backward,
                                             .last = offsetof(mt_layer, o),
                                             .widths = mt_mamba_widths,
+                                            .key_heads = mt_mamba_groups,
+                                            .caches = mt_state_caches,
                                             .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
+                                            .check = mt_mamba_check,
                                             .check_limits = mt_mamba_check_limits};
 
 /* ==== §19 sparse attention ======================================================================================== */
@@ -20632,14 +21000,21 @@ typedef struct mt_key_list {
     int64_t count;
 } mt_key_list;
 
-/* rows[count, D] = columns [column, column + D) of x, of keys number first and on. */
-static void mt_load_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, const void *x,
-                         int64_t stride, int64_t column, int64_t D, mt_dtype dtype) {
+/* Columns [column, column + D) of x[..., stride]. */
+typedef struct mt_key_columns {
+    const void *x;
+    int64_t stride, column, D;
+    mt_dtype dtype;
+} mt_key_columns;
+
+/* rows[count, D] = the columns of keys number first and on. */
+static void mt_load_keys(float *rows, const mt_key_list *keys, int64_t first, int64_t count, mt_key_columns of) {
     const mt_pages *pages = &keys->pages;
+    int64_t D = of.D;
     for (int64_t i = 0; i < count; i++) {
         int64_t row = keys->span->k_start + (keys->listed ? keys->listed[first + i] : first + i);
         if (pages->table) row = pages->table[row / pages->rows] * pages->rows + row % pages->rows;
-        const float *from = mt_row_load(rows + i * D, x, row * stride + column, D, dtype);
+        const float *from = mt_row_load(rows + i * D, of.x, row * of.stride + of.column, D, of.dtype);
         if (from != rows + i * D) memcpy(rows + i * D, from, (size_t)D * sizeof *rows);
     }
 }
@@ -20753,7 +21128,7 @@ static mt_indexer_query mt_indexer_open(const mt_indexer_args *a, int64_t t, boo
 /* query->k and query->products[H, columns] for keys number j0 and on. */
 static void mt_indexer_products(const mt_indexer_query *query, int64_t j0, int64_t columns) {
     int64_t H = query->a->H, D = query->a->D;
-    mt_load_keys(query->k, &query->keys, j0, columns, query->a->k, D, 0, D, query->dtype);
+    mt_load_keys(query->k, &query->keys, j0, columns, (mt_key_columns){query->a->k, D, 0, D, query->dtype});
     mt_matrix q = {.data = query->q, .stride = D}, k = {.data = query->k, .stride = D, .transposed = true};
     mt_matmul(query->products, columns, q, k, H, columns, D, false);
 }
@@ -20933,7 +21308,7 @@ static void mt_sparse_logits(float *logits, const mt_attention *call, const mt_k
     int64_t D = call->head_size, group = head / (call->num_heads / call->num_groups);
     for (int64_t j0 = 0, columns; j0 < keys->count; j0 += columns) {
         columns = mt_min(MT_KEYS, keys->count - j0);
-        mt_load_keys(k_block, keys, j0, columns, call->k, call->k_stride, group * D, D, dtype);
+        mt_load_keys(k_block, keys, j0, columns, (mt_key_columns){call->k, call->k_stride, group * D, D, dtype});
         mt_matmul(logits + j0, columns, (mt_matrix){.data = q, .stride = D},
                   (mt_matrix){.data = k_block, .stride = D, .transposed = true}, 1, columns, D, false);
     }
@@ -20988,7 +21363,8 @@ static void mt_cpu_sparse_attention_forward(const mt_sparse_attention *a, mt_dty
             memset(sums, 0, (size_t)Dv * sizeof *sums);
             for (int64_t j0 = 0, columns; j0 < keys.count; j0 += columns) {
                 columns = mt_min(MT_KEYS, keys.count - j0);
-                mt_load_keys(rows, &keys, j0, columns, call->v, call->v_stride, head / heads * Dv, Dv, dtype);
+                mt_load_keys(rows, &keys, j0, columns,
+                             (mt_key_columns){call->v, call->v_stride, head / heads * Dv, Dv, dtype});
                 mt_matmul(sums, Dv, (mt_matrix){.data = p + j0, .stride = columns},
                           (mt_matrix){.data = rows, .stride = Dv}, 1, Dv, columns, true);
             }
@@ -21010,8 +21386,8 @@ static void mt_sparse_backward_query(const mt_sparse_attention *a, const mt_span
     const float *out = mt_row_load(row + D, call->out, out_at, Dv, dtype);
     const float *dout = mt_row_load(row + D + Dv, call->dout, out_at, Dv, dtype);
     for (int64_t c = 0; c < Dv; c++) dot += out[c] * dout[c];
-    mt_load_keys(k, &keys, 0, n, call->k, call->k_stride, group * D, D, dtype);
-    mt_load_keys(v, &keys, 0, n, call->v, call->v_stride, group * Dv, Dv, dtype);
+    mt_load_keys(k, &keys, 0, n, (mt_key_columns){call->k, call->k_stride, group * D, D, dtype});
+    mt_load_keys(v, &keys, 0, n, (mt_key_columns){call->v, call->v_stride, group * Dv, Dv, dtype});
     mt_matmul(p, n, (mt_matrix){.data = q, .stride = D}, (mt_matrix){.data = k, .stride = D, .transposed = true}, 1, n,
               D, false);
     mt_matmul(ds, n, (mt_matrix){.data = dout, .stride = Dv}, (mt_matrix){.data = v, .stride = Dv, .transposed = true},
@@ -21179,7 +21555,8 @@ static const void *mt_indexer_all_keys(const mt_model *m, const mt_pass *p, cons
 
 /* a->selected from x[R, C] and the latent of queries. */
 static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a, const void *x) {
-    int64_t D = m->options->dsa_indexer_head_dim, layer = w - m->layers;
+    int64_t D = m->options->dsa_indexer_head_dim;
+    void *cache = m->caches[w - m->layers].indexer;
     mt_norm_args norm = mt_indexer_norm(m, p, w, a);
     mt_rope_args q_rope = mt_indexer_rope(m, p, w, a->indexer_q, m->options->dsa_indexer_n_heads);
     mt_rope_args k_rope = mt_indexer_rope(m, p, w, a->indexer_k, 1);
@@ -21192,10 +21569,10 @@ static void mt_indexer_select(mt_model *m, const mt_pass *p, const mt_layer *w, 
     mt_indexer_args call = mt_indexer_call(m, p, a);
     call.attention_q = a->q, call.attention_q_stride = m->H * m->D;
     if (p->decode) {
-        m->ops->scatter_rows(&(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k,
-                                            .to = m->indexer_cache[layer], .from_stride = D},
-                             m->dtype, p->stream);
-        call.k = m->indexer_cache[layer];
+        m->ops->scatter_rows(
+            &(mt_row_args){p->T, D, p->batch->cache_rows, .from = a->indexer_k, .to = cache, .from_stride = D},
+            m->dtype, p->stream);
+        call.k = cache;
         if (m->plan.page_rows > 0)
             call.pages = (mt_pages){p->batch->pages, m->plan.page_rows, m->plan.cache_rows / m->plan.page_rows};
     } else {
@@ -21211,10 +21588,9 @@ static void mt_sparse_select(mt_model *m, const mt_pass *p, const mt_layer *w, m
     int64_t bytes = p->T * mt_selected_keys(m) * 4;
     if (!w->kind.shares_indices) {
         mt_indexer_select(m, p, w, a, x);
-        if (m->options->dsa_indexer_topk_freq > 1)
-            m->ops->memory_copy(m->scratch.selected, a->selected, bytes, p->stream);
+        if (m->options->dsa_indexer_topk_freq > 1) m->ops->memory_copy(p->selected, a->selected, bytes, p->stream);
     } else if (!p->replay) {
-        m->ops->memory_copy(a->selected, m->scratch.selected, bytes, p->stream);
+        m->ops->memory_copy(a->selected, p->selected, bytes, p->stream);
     }
 }
 
@@ -21378,6 +21754,13 @@ static double mt_sparse_multiplications(const mt_options *o, int64_t layer) {
     return linears + mt_core_attention_multiplications(o, (double)o->dsa_indexer_topk);
 }
 
+/* Those of attention, and keys of the indexer. */
+static void mt_sparse_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    int64_t width = w->kind.shares_indices ? 0 : m->options->dsa_indexer_head_dim;
+    mt_attention_caches(m, w, list);
+    mt_cache_add(list, offsetof(mt_caches, indexer), MT_CACHE_OF_TOKENS, width * mt_dtype_size(m->dtype));
+}
+
 static int mt_sparse_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
@@ -21399,7 +21782,9 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .backward = mt_sparse_backward,
                                              .last = offsetof(mt_layer, o),
                                              .attends = true,
+                                             .latent = true,
                                              .widths = mt_sparse_widths,
+                                             .caches = mt_sparse_caches,
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
                                              .check = mt_sparse_check};
@@ -21438,12 +21823,19 @@ static int64_t mt_memory_width(const mt_model *m, const mt_layer *w) {
     return w->G * (m->D + m->Dv);
 }
 
+/* k and v of the memory of a sequence, side by side. */
+static void mt_cross_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
+    mt_cache_add(list, offsetof(mt_caches, memory), MT_CACHE_OF_MEMORY,
+                 mt_memory_width(m, w) * mt_dtype_size(m->dtype));
+}
+
 /* q[T, H, D], and k and v side by side in kv[tokens of the encoder, G (D + Dv)], or their gradients. */
 static mt_attention mt_cross_call(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     int64_t k_width = w->G * m->D;
     mt_qkv_view view = {a->cross_q, a->cross_kv, mt_at(a->cross_kv, k_width, m->dtype), m->H * m->D, 0};
     mt_attention call = mt_attention_call(m, p, w, a, view);
     call.k_stride = call.v_stride = mt_memory_width(m, w), call.k_index = p->mb->encoder.batch.token_index;
+    call.bias = (mt_relative_bias){0}; // no distance is between tokens of two lists
     call.spans =
         (mt_spans){.host = p->mb->encoder.host_cross, .device = p->mb->batch.cross_spans, .count = p->spans.count};
     return call;
@@ -21456,7 +21848,7 @@ static void mt_cross_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->cross_q, x, a->cross_q);
     if (!p->decode) mt_layer_linear_forward(&encoder, a, &w->cross_kv, p->mb->encoder.output.norm.y, a->cross_kv);
     mt_attention call = mt_cross_call(m, p, w, a);
-    if (p->decode) call.k = m->k_cache[w - m->layers], call.v = mt_at(m->k_cache[w - m->layers], w->G * m->D, m->dtype);
+    if (p->decode) call.k = m->caches[w - m->layers].memory, call.v = mt_at(call.k, w->G * m->D, m->dtype);
     mt_attend_forward(m->ops, &call, m->dtype, p->stream);
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
@@ -21477,7 +21869,7 @@ static mt_deferred mt_cross_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     mt_linear_io kv = {.x = p->mb->encoder.output.norm.y, .dy = dkv, .dx = s->dinput};
     // a split backward defers no product with the memory, whose dy has no stash
     mt_linear_backward(mt_linears(&encoder), &w->cross_kv, &kv, MT_BACKWARD_BOTH);
-    mt_add_to(m, &encoder, s->dmemory, s->dinput);
+    mt_add_to(m, &encoder, d->dmemory, s->dinput);
     mt_linear_io q = {.x = d->x, .dy = dq, .dx = d->dx};
     mt_layer_linear_backward(m, p, w, a, &w->cross_q, d->x_field, &q);
     return out;
@@ -21502,7 +21894,7 @@ static void mt_chunk_keep_memory(mt_model *m, const mt_pass *encoder, int64_t sl
     for (int64_t i = m->first_local[chunk]; i < m->first_local[chunk + 1]; i++) {
         const mt_layer *w = &m->layers[i];
         if (w->kind.mixer != MT_MIXER_CROSS_ATTENTION) continue;
-        void *place = mt_at(m->k_cache[i], slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
+        void *place = mt_at(m->caches[i].memory, slot * m->plan.max_inputs * mt_memory_width(m, w), m->dtype);
         mt_linear_io kv = {.x = encoder->mb->encoder.output.norm.y, .y = place};
         mt_bucket_acquire(m, w->bucket);
         mt_linear_forward(mt_linears(encoder), &w->cross_kv, &kv);
@@ -21558,7 +21950,9 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
                                             .backward = mt_cross_backward,
                                             .last = offsetof(mt_layer, o),
                                             .attends = true,
+                                            .is_bitwise = true,
                                             .widths = mt_cross_widths,
+                                            .caches = mt_cross_caches,
                                             .multiplications = mt_cross_multiplications,
                                             .check = mt_cross_check};
 

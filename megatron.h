@@ -221,12 +221,27 @@ typedef enum mt_position_embedding {
     MT_POSITION_NONE,
     MT_POSITION_RELATIVE // of an encoder-decoder: see mt_relative_bias
 } mt_position_embedding;
-/* Where a block of a layer (its mixer, its feed-forward) has norms. */
-typedef enum mt_norm_placement {
-    MT_NORM_BEFORE, // x + block(norm(x))
-    MT_NORM_AFTER,  // x + norm(block(x)), as in OLMo 2 and 3
-    MT_NORM_BOTH    // x + norm(block(norm(x))), as in Gemma 3
-} mt_norm_placement;
+/* Places of norms in a layer, which has a set of them (mt_layer_kind.norms), bits 1 << mt_norm_place. */
+typedef enum mt_norm_place {
+    MT_NORM_MIXER_IN,         // the residual stream, as the mixer reads it
+    MT_NORM_MIXER_OUT,        // the mixer's output, before it is added to the stream
+    MT_NORM_FEED_FORWARD_IN,  // the same of the feed-forward
+    MT_NORM_FEED_FORWARD_OUT, // likewise
+    MT_NORM_HEADS,            // each head of queries and of keys
+    MT_NORM_ALL_HEADS,        // all heads of queries, and all of keys
+    MT_NUM_NORM_PLACES
+} mt_norm_place;
+enum {
+    MT_NORMS_IN = 1 << MT_NORM_MIXER_IN | 1 << MT_NORM_FEED_FORWARD_IN,
+    MT_NORMS_OUT = 1 << MT_NORM_MIXER_OUT | 1 << MT_NORM_FEED_FORWARD_OUT
+};
+/* Placements of norms on the residual stream, one row each: the choice of --norm-placement, and the set. */
+#define MT_NORM_PLACEMENTS(X)                                                                                          \
+    X(BEFORE, "before", MT_NORMS_IN)            /* x + block(norm(x)) */                                               \
+    X(AFTER, "after", MT_NORMS_OUT)             /* x + norm(block(x)), as in OLMo 2 and 3 */                           \
+    X(BOTH, "both", MT_NORMS_IN | MT_NORMS_OUT) /* x + norm(block(norm(x))), as in Gemma 3 */
+#define MT_NORM_PLACEMENT_NAME(name, ...) MT_NORM_##name,
+typedef enum mt_norm_placement { MT_NORM_PLACEMENTS(MT_NORM_PLACEMENT_NAME) MT_NUM_NORM_PLACEMENTS } mt_norm_placement;
 typedef enum mt_rope_scaling {
     MT_ROPE_SCALING_NONE,
     MT_ROPE_SCALING_LINEAR,
@@ -535,16 +550,19 @@ typedef enum mt_long_samples { MT_LONG_TRUNCATE, MT_LONG_DROP } mt_long_samples;
 typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
 
 /* Activations f of the MLP and of experts, one row each: the name; the functions of f in both backends; gated: the
- * layer computes f(gate) * up; the field of mt_options that selects it (none for the default); its names in
- * config.json, the first of them written. */
+ * layer computes f(gate) * up; the flag of mt_options that selects it, which this list declares; its names in
+ * config.json, the first of them written. GELU is the default. */
+#define MT_CHOSEN_ACTIVATIONS(X)                                                                                       \
+    X(GELU_TANH, gelu_tanh, false, openai_gelu, "gelu_new|gelu_pytorch_tanh")                                          \
+    X(RELU, relu, false, relu, "relu")                                                                                 \
+    X(SQUARED_RELU, squared_relu, false, squared_relu, "relu2")                                                        \
+    X(GEGLU, gelu_tanh, true, geglu, "gelu_pytorch_tanh|gelu_new")                                                     \
+    X(SWIGLU, silu, true, swiglu, "silu|swish")                                                                        \
+    X(QUICK_GEGLU, quick_gelu, true, quick_geglu, "quick_gelu")
+#define MT_ACTIVATION_FLAG(name, function, gated, flag, names) bool flag;
 #define MT_ACTIVATIONS(X)                                                                                              \
-    X(GELU, gelu, false, 0, "gelu")                                                                                    \
-    X(GELU_TANH, gelu_tanh, false, offsetof(mt_options, openai_gelu), "gelu_new|gelu_pytorch_tanh")                    \
-    X(RELU, relu, false, offsetof(mt_options, relu), "relu")                                                           \
-    X(SQUARED_RELU, squared_relu, false, offsetof(mt_options, squared_relu), "relu2")                                  \
-    X(GEGLU, gelu_tanh, true, offsetof(mt_options, geglu), "gelu_pytorch_tanh|gelu_new")                               \
-    X(SWIGLU, silu, true, offsetof(mt_options, swiglu), "silu|swish")                                                  \
-    X(QUICK_GEGLU, quick_gelu, true, offsetof(mt_options, quick_geglu), "quick_gelu")
+    X(GELU, gelu, false, no_flag, "gelu")                                                                              \
+    MT_CHOSEN_ACTIVATIONS(X)
 #define MT_ACTIVATION_NAME(name, ...) MT_ACTIVATION_##name,
 typedef enum mt_activation { MT_ACTIVATIONS(MT_ACTIVATION_NAME) MT_NUM_ACTIVATIONS } mt_activation;
 
@@ -607,15 +625,42 @@ typedef enum mt_head_type {
     MT_HEAD_TOKEN     // of every token: *ForTokenClassification, a critic
 } mt_head_type;
 
-/* Mixers in place of attention (--experimental-attention-variant). */
+/* Mixers of layers, one row each: the name; its row mt_NAME_kind of megatron.c; its letter in
+ * --hybrid-override-pattern, 0: none; its type of layer in config.json; the option that decides on it, for messages;
+ * and the name of the
+ * --experimental-attention-variant that the layers of --linear-attention-freq have. */
+#define MT_VARIANT_MIXERS(X)                                                                                           \
+    X(GATED_DELTA_NET, delta, 0, "linear_attention", "--linear-attention-freq", "gated_delta_net")                     \
+    X(SHORT_CONV, short, 0, "conv", "--linear-attention-freq", "short_conv") /* gated, as in LFM2 */                   \
+    X(MAMBA2, mamba, 'M', "linear_attention", "--hybrid-override-pattern", "mamba2")                                   \
+    X(KDA, kda, 0, "linear_attention", "--linear-attention-freq", "kda") /* Kimi delta attention */
+#define MT_MIXERS(X)                                                                                                   \
+    X(ATTENTION, attention, '*', "full_attention", "--hybrid-override-pattern", "")                                    \
+    X(LATENT_ATTENTION, latent, 0, "full_attention", "--multi-latent-attention", "")                                   \
+    MT_VARIANT_MIXERS(X)                                                                                               \
+    X(SPARSE_ATTENTION, sparse, 0, "indexed_attention", "--experimental-attention-variant", "")                        \
+    X(CROSS_ATTENTION, cross, 0, "", "--decoder-num-layers", "") /* of a decoder, over the output of the encoder */    \
+    X(NONE, no, 0, "", "--hybrid-override-pattern", "")
+#define MT_MIXER_NAME(name, ...) MT_MIXER_##name,
+typedef enum mt_mixer_kind { MT_MIXERS(MT_MIXER_NAME) MT_NUM_MIXERS } mt_mixer_kind;
+
+/* Feed-forwards of layers, likewise. The type of layer is that of a layer without a mixer. */
+#define MT_FEED_FORWARDS(X)                                                                                            \
+    X(DENSE, mlp, '-', "mlp", "--moe-layer-freq")                                                                      \
+    X(EXPERTS, experts, 'E', "moe", "--moe-layer-freq")                                                                \
+    X(NONE, no, 0, "", "--hybrid-override-pattern")
+#define MT_FEED_FORWARD_NAME(name, ...) MT_FEED_FORWARD_##name,
+typedef enum mt_feed_forward_kind { MT_FEED_FORWARDS(MT_FEED_FORWARD_NAME) MT_NUM_FEED_FORWARDS } mt_feed_forward_kind;
+
+/* Mixers in place of attention (--experimental-attention-variant), in the order of MT_VARIANT_NAMES. */
+#define MT_VARIANT_NAME(name, ...)                                MT_VARIANT_##name,
+#define MT_VARIANT_TEXT(name, row, letter, type, option, variant) variant "|"
+#define MT_VARIANT_NAMES                                          MT_VARIANT_MIXERS(MT_VARIANT_TEXT) "gdn"
 typedef enum mt_attention_variant {
     MT_VARIANT_NONE,
-    MT_VARIANT_GATED_DELTA_NET,
-    MT_VARIANT_GDN,        // its other name in Megatron-LM, until options are finished
-    MT_VARIANT_SHORT_CONV, // a gated short convolution, as in LFM2
-    MT_VARIANT_MAMBA2,
-    MT_VARIANT_KDA, // Kimi delta attention
-    MT_VARIANT_DSA  // sparse attention: latent attention over keys that an indexer selects
+    MT_VARIANT_DSA, // sparse attention: latent attention over keys that an indexer selects; all layers have it
+    MT_VARIANT_MIXERS(MT_VARIANT_NAME)
+        MT_VARIANT_GDN // the gated delta net's other name in Megatron-LM, until options are finished
 } mt_attention_variant;
 
 /* Lengths of the schedules of learning rate and weight decay, in samples. */
@@ -658,7 +703,7 @@ typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
     int64_t max_position_embeddings, vocab_size;
-    bool swiglu, geglu, quick_geglu, openai_gelu, squared_relu, relu;
+    MT_CHOSEN_ACTIVATIONS(MT_ACTIVATION_FLAG)
     double activation_func_clamp_value, glu_linear_offset; // of gated activations; 0: none
     bool qk_layernorm, qk_layernorm_all_heads, untie_embeddings_and_output_weights;
     bool add_qkv_bias;
@@ -879,6 +924,18 @@ typedef struct mt_constraint {
 int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_error *error);
 #define MT_CHECK_CONSTRAINTS(rows, error) mt_constraints_check(rows, sizeof rows / sizeof *rows, error)
 
+/* `a` must be a multiple of `b`, or where a row allows it a divisor; messages show both with their names. */
+typedef struct mt_multiple {
+    const char *a_name;
+    int64_t a;
+    const char *b_name; // NULL: a plain number
+    int64_t b;
+    const char *advice; // NULL: none
+    bool or_divisor;
+} mt_multiple;
+int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error);
+#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
+
 /* From the options, or from the checkpoint that a run continues. */
 mt_durations mt_options_durations(const mt_options *options);
 
@@ -895,28 +952,12 @@ double mt_aux_loss_coeff(const mt_options *options, mt_load_balancing type);
 /* Layers with experts. */
 int64_t mt_num_expert_layers(const mt_options *options);
 
-/* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
-typedef enum mt_mixer_kind {
-    MT_MIXER_ATTENTION,
-    MT_MIXER_LATENT_ATTENTION,
-    MT_MIXER_GATED_DELTA_NET,
-    MT_MIXER_SHORT_CONV,
-    MT_MIXER_MAMBA2,
-    MT_MIXER_KDA,
-    MT_MIXER_SPARSE_ATTENTION,
-    MT_MIXER_CROSS_ATTENTION, // of a decoder, over the output of the encoder
-    MT_MIXER_NONE
-} mt_mixer_kind;
-typedef enum mt_feed_forward_kind {
-    MT_FEED_FORWARD_DENSE,
-    MT_FEED_FORWARD_EXPERTS,
-    MT_FEED_FORWARD_NONE
-} mt_feed_forward_kind;
 typedef enum mt_layer_rope {
     MT_ROPE_NONE,
     MT_ROPE_MODEL, // --rotary-base with the model's scaling
     MT_ROPE_WINDOW // --window-rotary-base, not scaled
 } mt_layer_rope;
+/* A layer: which mixer and feed-forward it has, and the numbers that are its own. */
 typedef struct mt_layer_kind {
     mt_mixer_kind mixer;
     mt_feed_forward_kind feed_forward;
@@ -926,6 +967,7 @@ typedef struct mt_layer_kind {
     mt_softmax_type softmax;
     bool shares_indices; // sparse attention without an indexer: over the keys that the layer before has selected
     bool of_encoder;
+    unsigned norms; // bits 1 << mt_norm_place
 } mt_layer_kind;
 
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
@@ -934,16 +976,29 @@ double mt_rope_frequency(const mt_options *options, mt_layer_rope which, int64_t
 /* The kind of a layer. Modules of multi-token prediction are numbered from num_layers on, and are as the last layer,
  * but with attention even if that one has another mixer; or, with hybrid_layers, what mtp_hybrid_layers says. */
 mt_layer_kind mt_layer_kind_of(const mt_options *options, int64_t layer);
+/* The row of --norm-placement: the norms of a layer that has a mixer and a feed-forward, without those of heads. */
+unsigned mt_placed_norms(const mt_options *options);
+/* The mixer and the feed-forward of `count` letters of a hybrid pattern: one letter for each half that the layer has,
+ * the mixer's first. Returns false if they are not. */
+bool mt_layer_kind_read(mt_layer_kind *kind, const char *letters, int64_t count);
+/* Its type in config.json, a window apart. */
+const char *mt_layer_type(const mt_layer_kind *kind);
+/* True if `layers`, a list of letters '0' and '1' as moe_layers, names this layer; NULL names none. */
+bool mt_layer_listed(const char *layers, int64_t layer);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
 
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
+/* Their names in messages. */
+const char *mt_mixer_name(mt_mixer_kind mixer);
+const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward);
 /* True if a mixer attends to keys and values; others have states, or are none. */
 bool mt_mixer_attends(mt_mixer_kind mixer);
-/* Multiplications per token of a layer's mixer in a forward, over sequences of --seq-length, as Megatron counts them.
- */
-double mt_mixer_multiplications(const mt_options *options, int64_t layer);
+/* True if generation computes a token by the same sums as training, bit for bit on the CPU. */
+bool mt_mixer_is_bitwise(mt_mixer_kind mixer);
+/* Multiplications per token of a layer in a forward, over sequences of --seq-length, as Megatron counts them. */
+double mt_layer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
@@ -2588,6 +2643,10 @@ const char *mt_cpu_products_note(mt_dtype dtype);
  * tokens of a batch, neither on their number. Attention with a cache has them with pages of 128 rows or a multiple.
  * Products are by this library's own kernels. Mixers with states and fp8 are as before. */
 void mt_cpu_batch_invariant(bool invariant);
+
+/* Before the other functions of CUDA: the ranks of the job. With several, all kernels but cuBLASLt's load when CUDA
+ * starts: see first_use_waits. */
+void mt_cuda_prepare(int num_ranks);
 
 /* The CUDA backend on GPU `device` of this host; NULL with an error if there is none or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);

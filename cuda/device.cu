@@ -439,6 +439,12 @@ static mt_ops cuda_ops = {"cuda",
 #undef MT_CUDA_ENTRY
 };
 
+/* A kernel that loads at its first use may wait for messages whose sender waits for this rank. EAGER: CUDA loads the
+ * kernels of this program and of NCCL when it starts. */
+extern "C" void mt_cuda_prepare(int num_ranks) {
+    if (num_ranks > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+}
+
 extern "C" int mt_cuda_num_gpus(void) {
     int count = 0;
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;

@@ -10,7 +10,7 @@ if ! command -v patch >/dev/null; then
     exit 77
 fi
 export OMP_NUM_THREADS=1
-parts='activation optimizer loss family mixer'
+parts='activation optimizer loss family mixer feed_forward placement'
 libraries='mpi blas openmp dnnl yaml pcre2 utf8proc png jpeg cuda nccl cudnn gnuplot cmocka' # to do without
 tree=$work/tree
 
@@ -44,9 +44,11 @@ places_are_counted() {
         copy_with "$work/$part" 0 "$part" || return 1
         for file in $(sed -n 's|^+++ b/||p' "$patch"); do diff -U1 "$file" "$work/$part/$file"; done >"$work/changes"
         places=$(grep -c '^@@ ' "$work/changes")
+        [ "$places" = 1 ] && one=place || one=places
+        [ "$files" = 1 ] && of=file || of=files
         rm -r "${work:?}/$part"
         grep "^| \[$part\](extensions/$part.patch) " notes/extending.md >"$work/row"
-        says "| $places places in $files files |$" "$work/row" || return 1
+        says "| $places $one in $files $of |$" "$work/row" || return 1
     done
 }
 
@@ -148,6 +150,10 @@ the_mixer_has_its_gradient() {
     has_its_slope --experimental-attention-variant moving_average --linear-attention-freq 2
 }
 
+the_feed_forward_has_its_gradient() {
+    has_its_slope --hybrid-override-pattern '*L'
+}
+
 # Its state carries a text through generation. Its weights have the names of its rows in the checkpoint.
 the_mixer_generates() {
     # shellcheck disable=SC2086
@@ -157,13 +163,38 @@ the_mixer_generates() {
         continues mixer
 }
 
+# Attention has a norm before, the MLP one after, whose weights have the names of their roles. The gradient is that of
+# the loss; layers that are computed again have the same; generation reads what training wrote.
+the_placement_has_its_gradient() {
+    crossed='--norm-placement crossed --normalization RMSNorm'
+    # shellcheck disable=SC2086
+    has_its_slope $crossed || return 1
+    cp "$work/steps" "$work/whole"
+    for modules in "selective --recompute-modules layernorm,mlp" full; do
+        # shellcheck disable=SC2086
+        has_its_slope $crossed --recompute-granularity $modules && cmp "$work/steps" "$work/whole" || return 1
+    done
+    # shellcheck disable=SC2086
+    "$train" $small $large_weights --vocab-size 64 --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 $crossed \
+        --save "$work/crossed" >"$work/out" 2>"$work/err" || return 1
+    weights=$work/crossed/latest/model.safetensors
+    for name in input_layernorm post_feedforward_layernorm; do
+        grep -qa "layers.1.$name.weight" "$weights" || return 1
+    done
+    for name in post_attention_layernorm pre_feedforward_layernorm; do
+        if grep -qa "layers.1.$name.weight" "$weights"; then return 1; fi
+    done
+    continues crossed
+}
+
 for test in places_are_counted patches_apply the_copy_compiles; do
     check $test $test
     [ $failed = 0 ] || exit 1
 done
 make_tokens
 for test in the_activation_has_its_slope the_optimizer_steps the_loss_has_its_slope the_family_is_written_and_read \
-    the_mixer_has_its_gradient the_mixer_generates; do
+    the_mixer_has_its_gradient the_mixer_generates the_feed_forward_has_its_gradient \
+    the_placement_has_its_gradient; do
     check $test $test
 done
 exit $failed

@@ -72,8 +72,8 @@ static void conversations_become_the_tokens_of_transformers(void **state) {
         f.reader.folder = beside ? "tests/golden/images" : NULL;
         mt_ids_push(&ids, 7), mt_ids_push(&turns, -1); // tokens of before stay
         bool generates = json_is_true(json_object_get(kase, "generates"));
-        if (mt_image_chat_encode(f.chat, &f.reader, json_object_get(kase, "messages"), beside, NULL, generates, &ids,
-                                 &turns, &images, &error) != 0)
+        mt_image_chat conversation = {json_object_get(kase, "messages"), beside, NULL, generates};
+        if (mt_image_chat_encode(f.chat, &f.reader, &conversation, &ids, &turns, &images, &error) != 0)
             fail_msg("case %d: %s", (int)c, error.text);
         assert_int_equal(ids.count, json_array_size(expected) + 1);
         assert_int_equal(turns.count, ids.count);
@@ -99,7 +99,8 @@ static int encode(const fixture *f, const char *messages, const char *beside, mt
     mt_ids turns = {0};
     assert_non_null(list);
     assert_true(!beside || pictures);
-    int status = mt_image_chat_encode(f->chat, &f->reader, list, pictures, NULL, true, ids, &turns, images, error);
+    mt_image_chat conversation = {list, pictures, NULL, true};
+    int status = mt_image_chat_encode(f->chat, &f->reader, &conversation, ids, &turns, images, error);
     free(turns.data);
     json_decref(list);
     json_decref(pictures);

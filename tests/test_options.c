@@ -414,10 +414,12 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     "--hidden-size 64 --num-attention-heads 4 --vocab-size 300 --seq-length 16 --mock-data --train-iters 10 --lr "     \
     "1e-3 "
     expect_good(&o, SIZES "--hybrid-override-pattern M*-M --mamba-head-dim 16");
-    static const mt_layer_kind kinds[] = {{.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE},
-                                          {.mixer = MT_MIXER_ATTENTION, .feed_forward = MT_FEED_FORWARD_NONE},
-                                          {.mixer = MT_MIXER_NONE, .feed_forward = MT_FEED_FORWARD_DENSE},
-                                          {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE}};
+    enum { MIXER_NORM = 1 << MT_NORM_MIXER_IN, MLP_NORM = 1 << MT_NORM_FEED_FORWARD_IN }; // of the half that is there
+    static const mt_layer_kind kinds[] = {
+        {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE, .norms = MIXER_NORM},
+        {.mixer = MT_MIXER_ATTENTION, .feed_forward = MT_FEED_FORWARD_NONE, .norms = MIXER_NORM},
+        {.mixer = MT_MIXER_NONE, .feed_forward = MT_FEED_FORWARD_DENSE, .norms = MLP_NORM},
+        {.mixer = MT_MIXER_MAMBA2, .feed_forward = MT_FEED_FORWARD_NONE, .norms = MIXER_NORM}};
     assert_int_equal(o.stack.num_layers, 4);
     assert_int_equal(o.stack.mamba_num_heads, 8); // 2 x hidden size / channels of a head
     for (int64_t i = 0; i < 4; i++) {
@@ -449,7 +451,8 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
         fail_msg("%s", error.text);
     assert_string_equal(o.stack.pipeline_letters, "Ett|ttmmL");
     mt_options_free(&o);
-    expect_error(RUN "--hybrid-override-pattern Mx", "expects a letter for each layer, M (Mamba-2)");
+    expect_error(RUN "--hybrid-override-pattern Mx",
+                 "expects a letter for each layer of * (attention), - (MLP), E (experts), M (Mamba-2), got");
     expect_error(RUN "--hybrid-override-pattern M+",
                  "has latent attention (+), which layers with one half do not have");
     expect_error(RUN "--hybrid-override-pattern GM", "has gated delta nets (G), which");

@@ -75,6 +75,25 @@ opens_no_file() {
     ! grep -nE '\b(fopen|fdopen|open|openat|creat|opendir|mkstemp|mmap|popen)\(' megatron.c >"$work/out"
 }
 
+# The trunk (§9 to §16) walks the string of layers and asks tables: it names no kind but none, and reads no letters. Of
+# the wings, options know Mamba-2's options and the experts' letter, and Megatron's checkpoints have names of modules.
+trunk_names_no_kind() {
+    awk '/^[/][*] ==== §/ { section = $3; gsub(/[^0-9]/, "", section) }
+        section + 0 >= 9 && section + 0 <= 16 && !/^ *[/ ][*]/ {
+            line = $0
+            gsub(/MT_(MIXER|FEED_FORWARD)_NONE/, "", line)
+            if (line ~ /MT_MIXER_[A-Z]|MT_FEED_FORWARD_[A-Z]|multi_latent_attention|(hybrid|moe|linear)_layers\[/)
+                print FILENAME ":" FNR ": " $0
+        }' megatron.c >"$work/out"
+    sed 's/MT_\(MIXER\|FEED_FORWARD\)_NONE//g' megatron.c | grep -q 'MT_MIXER_[A-Z]' || return 1
+    for file in data/*/*.[ch] cuda/*.cu cuda/*.cuh; do
+        case $file in data/options/option_finish.c | data/checkpoint/megatron_tensors.c) continue ;; esac
+        sed 's/MT_\(MIXER\|FEED_FORWARD\)_NONE//g' "$file" | grep -n 'MT_MIXER_[A-Z]\|MT_FEED_FORWARD_[A-Z]' |
+            sed "s|^|$file:|" >>"$work/out"
+    done
+    [ ! -s "$work/out" ]
+}
+
 # Writes a line "CALLER CALLEE" for every pair of objects of the library where one uses a symbol of the other.
 list_calls() {
     sources=$(echo data/*/*.c) # an object of a source that has moved may be left
@@ -92,15 +111,15 @@ list_calls() {
     }' | sort -u
 }
 
-# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, as an activation's flag,
-# or, for the limits of waiting, by the hooks of mt_watch. Options that only data/ reads are in mt_run_options.
+# Every field of mt_options is read by the stack: by megatron.c outside of mt_options_plain, or, for the limits of
+# waiting, by the hooks of mt_watch. Fields that a list declares are read by its rows. Options that only data/ reads are
+# in mt_run_options.
 stack_reads_its_options() {
     sed -n '/^typedef struct mt_options {/,/^} mt_options;/p' megatron.h |
-        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' |
+        sed -e 's|//.*||' -e 's|/\*.*\*/||' -e '/^typedef/d' -e '/^}/d' -e '/^ *MT_/d' |
         sed -e 's/ \*/ /g' -e 's/\[[0-9]*\]//g' -e 's/^ *[a-z_0-9]* //' |
         tr -s ',; \n' '\n' | grep -v '^$' >"$work/fields"
     { sed '/^mt_options mt_options_plain/,/^}/d' megatron.c | grep -o '[>.][a-z_0-9]*' | cut -c2-
-        grep -o 'offsetof(mt_options, [a-z_0-9]*' megatron.h | sed 's/.* //'
         printf '%s\n' distributed_timeout_minutes distributed_timeout_seconds save_timeout_seconds; } |
         sort -u >"$work/read"
     [ "$(wc -l <"$work/fields")" -gt 150 ] && ! grep -vxF -f "$work/read" "$work/fields"
@@ -200,6 +219,7 @@ for compiler in g++ clang++; do
 done
 check companions_compile_alone companions_compile_alone
 check opens_no_file opens_no_file
+check trunk_names_no_kind trunk_names_no_kind
 check stack_reads_its_options stack_reads_its_options
 check old_gpus_are_left_out old_gpus_are_left_out
 objects=${MT_TESTS:-build/tests}/..

@@ -332,18 +332,22 @@ static int mt_target_compare(const void *a, const void *b) {
     return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
 }
 
+typedef struct mt_file_list {
+    const mt_safetensors_file *items;
+    int64_t count;
+} mt_file_list;
+
 /* Reads all files and loads targets[count]. Every rank calls it and returns the same. Sets *damaged if a sum differs.
  */
-static int mt_targets_load(mt_target *targets, int64_t count, const mt_safetensors_file *files, int64_t num_files,
-                           mt_model *m, const mt_run_options *o, const mt_checksums *sums, bool *damaged,
-                           mt_error *error) {
+static int mt_targets_load(mt_target *targets, int64_t count, mt_file_list files, mt_model *m, const mt_run_options *o,
+                           const mt_checksums *sums, bool *damaged, mt_error *error) {
     const mt_group *world = &mt_model_grid(m)->world;
     mt_reader r;
     mt_reader_open(&r, m, sums);
     r.block_size = o->weight_block_size;
     if (count > 0) qsort(targets, (size_t)count, sizeof *targets, mt_target_compare);
-    for (int64_t i = 0; i < num_files; i++) {
-        const mt_safetensors_file *file = &files[i];
+    for (int64_t i = 0; i < files.count; i++) {
+        const mt_safetensors_file *file = &files.items[i];
         int64_t first = 0, end;
         while (first < count && targets[first].tensor->file != file->path) first++;
         for (end = first; end < count && targets[end].tensor->file == file->path;) end++;
@@ -516,9 +520,8 @@ int mt_stem_load(mt_model *m, const mt_run_options *o, const char *folder, const
         }
     mt_adapter_file_close(adapter);
     status = mt_agree(world, status != 0, error);
-    if (status == 0)
-        status = mt_targets_load(targets, count, mt_safetensors_get_file(set, 0), mt_safetensors_num_files(set), m, o,
-                                 sums, damaged, error);
+    mt_file_list files = {mt_safetensors_get_file(set, 0), mt_safetensors_num_files(set)};
+    if (status == 0) status = mt_targets_load(targets, count, files, m, o, sums, damaged, error);
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);
         status = mt_agree(world, status != 0, error);
@@ -563,7 +566,7 @@ int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, b
     int status = mt_megatron_open(&checkpoint, folder, weights, error);
     if (status == 0) status = mt_megatron_check(checkpoint, weights, &o->stack, folder, error);
     if (status == 0 && !sums) status = mt_megatron_verify(checkpoint, world->rank, world->size, error);
-    int64_t num_params, num_files, count = 0, room = 0;
+    int64_t num_params, count = 0, room = 0;
     const mt_param *params = mt_model_params(m, &num_params);
     mt_target *targets = NULL;
     int first = status == 0 ? mt_megatron_first_state(checkpoint, weights) : 0;
@@ -585,8 +588,9 @@ int mt_megatron_load(mt_model *m, const mt_run_options *o, const char *folder, b
     }
     status = mt_agree(world, status != 0, error);
     if (status == 0) {
-        const mt_safetensors_file *files = mt_megatron_files(checkpoint, &num_files);
-        status = mt_targets_load(targets, count, files, num_files, m, o, sums, damaged, error);
+        mt_file_list files;
+        files.items = mt_megatron_files(checkpoint, &files.count);
+        status = mt_targets_load(targets, count, files, m, o, sums, damaged, error);
     }
     if (status == 0) {
         for (int64_t i = 0; i < count && status == 0; i++) status = mt_target_check_finite(m, &targets[i], error);

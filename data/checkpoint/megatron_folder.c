@@ -28,6 +28,28 @@ typedef struct mt_found_piece {
     mt_megatron_piece piece;
 } mt_found_piece;
 
+/* A matrix of the model: its name without numbers, then the numbers; its whole size. */
+typedef struct mt_matrix_key {
+    const char *name;
+    int64_t layer, expert;
+    mt_param_state state;
+    int64_t rows, cols;
+} mt_matrix_key;
+
+/* Values in a file, row after row. */
+typedef struct mt_stored_values {
+    const char *data;
+    mt_dtype dtype;
+    const char *path;
+} mt_stored_values;
+
+/* A chunk of a tensor of .metadata. */
+typedef struct mt_tensor_chunk {
+    const char *full; // the tensor's name
+    int64_t num_dims, offsets[8], sizes[8];
+    mt_dtype dtype;
+} mt_tensor_chunk;
+
 /* The entry of an archive that holds a tensor. */
 typedef struct mt_held_entry {
     mt_zip_entry entry;
@@ -179,8 +201,14 @@ static int mt_megatron_read_archive(mt_zip *zip, mt_pickle **pickle, const void 
 
 /* ---- pieces */
 
-static int mt_megatron_add(mt_megatron *c, const char *name, int64_t layer, int64_t expert, mt_param_state state,
-                           int64_t rows, int64_t cols, const mt_megatron_piece *piece, mt_error *error) {
+/* Adds a rectangle of a matrix. */
+static int mt_megatron_add(mt_megatron *c, const mt_matrix_key *matrix, mt_rectangle part, mt_stored_values values,
+                           mt_error *error) {
+    mt_megatron_piece piece = {.part = part};
+    piece.tensor.file = values.path, piece.tensor.data = values.data, piece.tensor.dtype = values.dtype;
+    piece.tensor.num_dims = 2, piece.tensor.shape[0] = part.rows, piece.tensor.shape[1] = part.cols;
+    piece.tensor.bytes = part.rows * part.cols * mt_dtype_size(values.dtype);
+    if (piece.tensor.bytes == 0) return 0;
     if (c->num_found == MT_MEGATRON_PIECES)
         return mt_error_set(error, "%s: has over %d parts of tensors, more than any model", c->folder,
                             MT_MEGATRON_PIECES);
@@ -188,19 +216,14 @@ static int mt_megatron_add(mt_megatron *c, const char *name, int64_t layer, int6
         c->found_room = mt_max(2 * c->found_room, 256);
         c->found = mt_realloc(c->found, c->found_room * (int64_t)sizeof *c->found);
     }
-    c->found[c->num_found++] = (mt_found_piece){mt_strdup(name), layer, expert, rows, cols, state, *piece};
+    c->found[c->num_found++] = (mt_found_piece){.name = mt_strdup(matrix->name),
+                                                .layer = matrix->layer,
+                                                .expert = matrix->expert,
+                                                .rows = matrix->rows,
+                                                .cols = matrix->cols,
+                                                .state = matrix->state,
+                                                .piece = piece};
     return 0;
-}
-
-/* Adds the rectangle of a matrix that is at `data`. */
-static int mt_megatron_add_at(mt_megatron *c, const mt_megatron_name_parts *parts, int64_t layer, int64_t expert,
-                              mt_param_state state, int64_t rows, int64_t cols, mt_rectangle part, const char *path,
-                              const void *data, mt_dtype dtype, mt_error *error) {
-    mt_megatron_piece piece = {.part = part};
-    piece.tensor = (mt_tensor_info){.file = path, .dtype = dtype, .num_dims = 2, .shape = {part.rows, part.cols}};
-    piece.tensor.data = data, piece.tensor.bytes = part.rows * part.cols * mt_dtype_size(dtype);
-    if (piece.tensor.bytes == 0) return 0;
-    return mt_megatron_add(c, parts->text, layer, expert, state, rows, cols, &piece, error);
 }
 
 static int mt_found_compare_matrix(const mt_found_piece *x, const mt_found_piece *y) {
@@ -357,10 +380,10 @@ static bool mt_state_of_name(const char **name, mt_param_state *state) {
 }
 
 /* The values of one chunk of a tensor, and the file that has them; NULL with error. */
-static const void *mt_megatron_chunk_data(mt_megatron *c, const char *full, const int64_t *offsets,
-                                          const int64_t *sizes, int64_t num_dims, mt_dtype dtype,
-                                          const mt_storage *storage, const char **path, mt_error *error) {
-    const mt_storage_row *row = mt_storage_find(storage, full, offsets, num_dims);
+static const void *mt_megatron_chunk_data(mt_megatron *c, const mt_tensor_chunk *chunk, const mt_storage *storage,
+                                          const char **path, mt_error *error) {
+    const char *full = chunk->full;
+    const mt_storage_row *row = mt_storage_find(storage, full, chunk->offsets, chunk->num_dims);
     const mt_safetensors_file *file;
     mt_torch_tensor tensor;
     mt_zip zip;
@@ -372,9 +395,9 @@ static const void *mt_megatron_chunk_data(mt_megatron *c, const char *full, cons
     }
     const void *data = NULL;
     if (mt_megatron_open_blob(c, row, &file, &zip, &pickle, error) == 0) {
-        bool good =
-            mt_pickled_tensor(mt_pickle_root(pickle), &tensor) && tensor.dtype == dtype && tensor.num_dims == num_dims;
-        for (int64_t i = 0; i < num_dims && good; i++) good = tensor.shape[i] == sizes[i];
+        bool good = mt_pickled_tensor(mt_pickle_root(pickle), &tensor) && tensor.dtype == chunk->dtype &&
+                    tensor.num_dims == chunk->num_dims;
+        for (int64_t i = 0; i < chunk->num_dims && good; i++) good = tensor.shape[i] == chunk->sizes[i];
         if (!good)
             mt_error_set(error,
                          "%s: holds another tensor than the part of \"%.120s\" that .metadata lists; "
@@ -389,12 +412,13 @@ static const void *mt_megatron_chunk_data(mt_megatron *c, const char *full, cons
 }
 
 /* One chunk of a tensor: its values, cut into rectangles of the layers' and experts' matrices. */
-static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_megatron_name_parts *parts,
-                                 mt_param_state state, const int64_t *shape, int64_t num_dims, const int64_t *offsets,
-                                 const int64_t *sizes, mt_dtype dtype, const mt_storage *storage, mt_error *error) {
-    const char *path;
-    const void *data = mt_megatron_chunk_data(c, full, offsets, sizes, num_dims, dtype, storage, &path, error);
-    if (!data) return -1;
+static int mt_megatron_add_chunk(mt_megatron *c, const mt_tensor_chunk *chunk, const mt_megatron_name_parts *parts,
+                                 mt_param_state state, const int64_t *shape, const mt_storage *storage,
+                                 mt_error *error) {
+    const int64_t *offsets = chunk->offsets, *sizes = chunk->sizes, num_dims = chunk->num_dims;
+    mt_stored_values values = {.dtype = chunk->dtype};
+    values.data = mt_megatron_chunk_data(c, chunk, storage, &values.path, error);
+    if (!values.data) return -1;
     int status = 0;
     int64_t lead = parts->has_layers + parts->has_experts, count = 1, rest = 1;
     for (int64_t i = 0; i < lead; i++) count *= sizes[i];
@@ -406,13 +430,15 @@ static int mt_megatron_add_chunk(mt_megatron *c, const char *full, const mt_mega
             return mt_error_set(error,
                                 "%s: tensor \"%.120s\" of over two dimensions is cut in its last ones; it has "
                                 "no place here",
-                                path, full);
-    int64_t bytes = part.rows * part.cols * mt_dtype_size(dtype), inner = parts->has_experts ? sizes[lead - 1] : 1;
+                                values.path, chunk->full);
+    int64_t bytes = part.rows * part.cols * mt_dtype_size(values.dtype);
+    int64_t inner = parts->has_experts ? sizes[lead - 1] : 1;
+    mt_matrix_key matrix = {.name = parts->text, .state = state, .rows = shape[lead], .cols = rest};
     for (int64_t i = 0; i < count && status == 0; i++) {
-        int64_t layer = parts->has_layers ? offsets[0] + i / inner : parts->layer;
-        int64_t expert = parts->has_experts ? offsets[lead - 1] + i % inner : parts->expert;
-        status = mt_megatron_add_at(c, parts, layer, expert, state, shape[lead], rest, part, path,
-                                    (const char *)data + i * bytes, dtype, error);
+        matrix.layer = parts->has_layers ? offsets[0] + i / inner : parts->layer;
+        matrix.expert = parts->has_experts ? offsets[lead - 1] + i % inner : parts->expert;
+        status = mt_megatron_add(c, &matrix, part, values, error);
+        values.data += bytes;
     }
     return status;
 }
@@ -428,7 +454,7 @@ static int mt_megatron_add_tensor(mt_megatron *c, const char *full, const mt_pic
     const char *name = full;
     mt_param_state state;
     mt_megatron_name_parts parts;
-    int64_t shape[8], offsets[8], sizes[8], elements = 1;
+    int64_t shape[8], elements = 1;
     bool known = mt_state_of_name(&name, &state);
     if (state != MT_STATE_WEIGHTS) c->has_optimizer = true;
     if (!known || weights != (state == MT_STATE_WEIGHTS)) return 0;
@@ -451,16 +477,15 @@ static int mt_megatron_add_tensor(mt_megatron *c, const char *full, const mt_pic
             return mt_megatron_bad_entry(c, full, error);
     if (!mt_name_split(name, &parts) || num_dims <= parts.has_layers + parts.has_experts)
         return mt_megatron_bad_entry(c, full, error);
+    mt_tensor_chunk chunk = {.full = full, .num_dims = num_dims, .dtype = (mt_dtype)dtype};
     for (int64_t i = 0; i < chunks->count; i++) {
-        const mt_pickled *chunk = chunks->items[i];
-        if (mt_pickled_sizes(mt_pickled_get(chunk, "offsets"), offsets, 8) != num_dims ||
-            mt_pickled_sizes(mt_pickled_get(chunk, "sizes"), sizes, 8) != num_dims)
+        if (mt_pickled_sizes(mt_pickled_get(chunks->items[i], "offsets"), chunk.offsets, 8) != num_dims ||
+            mt_pickled_sizes(mt_pickled_get(chunks->items[i], "sizes"), chunk.sizes, 8) != num_dims)
             return mt_megatron_bad_entry(c, full, error);
         for (int64_t k = 0; k < num_dims; k++)
-            if (offsets[k] > shape[k] || sizes[k] > shape[k] - offsets[k]) return mt_megatron_bad_entry(c, full, error);
-        if (mt_megatron_add_chunk(c, full, &parts, state, shape, num_dims, offsets, sizes, (mt_dtype)dtype, storage,
-                                  error) != 0)
-            return -1;
+            if (chunk.offsets[k] > shape[k] || chunk.sizes[k] > shape[k] - chunk.offsets[k])
+                return mt_megatron_bad_entry(c, full, error);
+        if (mt_megatron_add_chunk(c, &chunk, &parts, state, shape, storage, error) != 0) return -1;
     }
     return 0;
 }
@@ -796,11 +821,11 @@ static bool mt_bucket_place_params(mt_buckets *b, int64_t group, int64_t buffer)
            !mt_bucket_find(b, group, buffer, bucket + 1, MT_STATE_MASTER);
 }
 
-/* Adds elements [first, first + count) of a rank's part of a matrix, which lie at `data`, row after row. */
+/* Adds elements [first, first + count) of a rank's part of a matrix. */
 static int mt_bucket_add_elements(mt_buckets *b, const mt_bucket_param *param, int64_t tp, mt_param_state state,
-                                  int64_t first, int64_t count, const char *data, mt_dtype dtype, const char *path,
-                                  mt_error *error) {
+                                  int64_t first, int64_t count, mt_stored_values values, mt_error *error) {
     const mt_bucket_weight *w = param->weight;
+    mt_matrix_key matrix = {w->parts.text, param->layer, -1, state, w->rows, w->cols};
     mt_megatron_cut cut = mt_megatron_cut_of(w->parts.text);
     int64_t halves = mt_bucket_is_gated(b, w) ? 2 : 1, block = param->rows / halves;
     while (count > 0) {
@@ -811,10 +836,8 @@ static int mt_bucket_add_elements(mt_buckets *b, const mt_bucket_param *param, i
         int64_t taken = part.rows * part.cols;
         if (cut == MT_MEGATRON_ROWS) part.row = row / block * (w->rows / halves) + tp * block + in_block;
         if (cut == MT_MEGATRON_COLS) part.col += tp * param->cols;
-        if (mt_megatron_add_at(b->c, &w->parts, param->layer, -1, state, w->rows, w->cols, part, path, data, dtype,
-                               error) != 0)
-            return -1;
-        first += taken, count -= taken, data += taken * mt_dtype_size(dtype);
+        if (mt_megatron_add(b->c, &matrix, part, values, error) != 0) return -1;
+        first += taken, count -= taken, values.data += taken * mt_dtype_size(values.dtype);
     }
     return 0;
 }
@@ -827,22 +850,23 @@ static int mt_bucket_add(mt_buckets *b, const mt_bucket_tensor *t, int64_t tp, c
     int dtype = mt_pickled_dtype(mt_pickled_item(built, 0));
     bool is_float = dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16;
     if (!chunks || chunks->kind != MT_PICKLED_LIST || !is_float) return mt_megatron_bad_entry(b->c, t->name, error);
+    mt_tensor_chunk chunk = {.full = t->name, .num_dims = 1, .dtype = (mt_dtype)dtype};
     for (int64_t i = 0; i < chunks->count; i++) {
-        int64_t offset, size, size_of = mt_dtype_size((mt_dtype)dtype);
-        if (mt_pickled_sizes(mt_pickled_get(chunks->items[i], "offsets"), &offset, 1) != 1 ||
-            mt_pickled_sizes(mt_pickled_get(chunks->items[i], "sizes"), &size, 1) != 1 || offset > t->size ||
-            size > t->size - offset)
+        if (mt_pickled_sizes(mt_pickled_get(chunks->items[i], "offsets"), chunk.offsets, 1) != 1 ||
+            mt_pickled_sizes(mt_pickled_get(chunks->items[i], "sizes"), chunk.sizes, 1) != 1 ||
+            chunk.offsets[0] > t->size || chunk.sizes[0] > t->size - chunk.offsets[0])
             return mt_megatron_bad_entry(b->c, t->name, error);
+        int64_t offset = chunk.offsets[0], size = chunk.sizes[0];
         const char *data = NULL, *path = NULL;
         for (int64_t k = 0; k < b->num_params; k++) {
             const mt_bucket_param *param = &b->params[k];
             int64_t from = mt_max(offset, param->first);
             int64_t to = mt_min(offset + size, param->first + param->rows * param->cols);
             if (param->bucket != t->bucket || param->is_copy || from >= to) continue;
-            if (!data)
-                data = mt_megatron_chunk_data(b->c, t->name, &offset, &size, 1, (mt_dtype)dtype, storage, &path, error);
-            if (!data || mt_bucket_add_elements(b, param, tp, t->state, from - param->first, to - from,
-                                                data + (from - offset) * size_of, (mt_dtype)dtype, path, error) != 0)
+            if (!data) data = mt_megatron_chunk_data(b->c, &chunk, storage, &path, error);
+            if (!data) return -1;
+            mt_stored_values values = {data + (from - offset) * mt_dtype_size(chunk.dtype), chunk.dtype, path};
+            if (mt_bucket_add_elements(b, param, tp, t->state, from - param->first, to - from, values, error) != 0)
                 return -1;
         }
     }
@@ -1053,31 +1077,29 @@ static int64_t mt_model_experts(const mt_pickled *model) {
     return count;
 }
 
-/* Adds a rank's part of a matrix. With a gate, each rank has its rows of the gate, then those of the other half. */
-static int mt_megatron_add_part(mt_megatron *c, const mt_megatron_layout *l, const mt_megatron_name_parts *parts,
-                                int64_t layer, int64_t expert, int64_t tp, const mt_torch_tensor *tensor,
-                                const char *path, const void *data, mt_error *error) {
+/* Adds a rank's part of a matrix, of the tensor's shape. With a gate, each rank has its rows of the gate, then those of
+ * the other half. Sets the matrix's size. */
+static int mt_megatron_add_part(mt_megatron *c, const mt_megatron_layout *l, mt_matrix_key *matrix, int64_t tp,
+                                const mt_torch_tensor *tensor, mt_stored_values values, mt_error *error) {
     int64_t rows = tensor->shape[0], cols = tensor->num_dims > 1 ? tensor->shape[1] : 1;
-    mt_megatron_cut cut = mt_megatron_cut_of(parts->text);
+    mt_megatron_cut cut = mt_megatron_cut_of(matrix->name);
     mt_rectangle part = {0, rows, 0, cols};
-    if (cut == MT_MEGATRON_WHOLE)
-        return tp > 0 ? 0
-                      : mt_megatron_add_at(c, parts, layer, expert, MT_STATE_WEIGHTS, rows, cols, part, path, data,
-                                           tensor->dtype, error);
-    bool gated = l->gated && (strstr(parts->text, ".linear_fc1.weight") || strstr(parts->text, ".linear_fc1.bias"));
-    int64_t whole_rows = cut == MT_MEGATRON_ROWS ? rows * l->tp : rows;
-    int64_t whole_cols = cut == MT_MEGATRON_COLS ? cols * l->tp : cols, halves = gated ? 2 : 1;
+    matrix->rows = cut == MT_MEGATRON_ROWS ? rows * l->tp : rows;
+    matrix->cols = cut == MT_MEGATRON_COLS ? cols * l->tp : cols;
+    if (cut == MT_MEGATRON_WHOLE) return tp > 0 ? 0 : mt_megatron_add(c, matrix, part, values, error);
+    bool gated = l->gated && (strstr(matrix->name, ".linear_fc1.weight") || strstr(matrix->name, ".linear_fc1.bias"));
+    int64_t halves = gated ? 2 : 1;
     if (rows % halves != 0)
-        return mt_error_set(error, "%s: \"%.120s\" has an odd number of rows, and a gate needs two halves", path,
-                            parts->text);
-    int64_t bytes = rows / halves * cols * mt_dtype_size(tensor->dtype);
+        return mt_error_set(error, "%s: \"%.120s\" has an odd number of rows, and a gate needs two halves", values.path,
+                            matrix->name);
+    int64_t bytes = rows / halves * cols * mt_dtype_size(values.dtype);
     if (cut == MT_MEGATRON_COLS) part.col = tp * cols;
     int status = 0;
     for (int64_t half = 0; half < halves && status == 0; half++) {
         part.rows = rows / halves;
-        if (cut == MT_MEGATRON_ROWS) part.row = half * (whole_rows / halves) + tp * part.rows;
-        status = mt_megatron_add_at(c, parts, layer, expert, MT_STATE_WEIGHTS, whole_rows, whole_cols, part, path,
-                                    (const char *)data + half * bytes, tensor->dtype, error);
+        if (cut == MT_MEGATRON_ROWS) part.row = half * (matrix->rows / halves) + tp * part.rows;
+        status = mt_megatron_add(c, matrix, part, values, error);
+        values.data += bytes;
     }
     return status;
 }
@@ -1108,9 +1130,10 @@ static int mt_megatron_add_stage(mt_megatron *c, const mt_megatron_layout *l, co
         mt_megatron_hold(c, &holds, rank->file->path);
         bool decodes = strncmp(parts.text, "decoder.layers.", 15) == 0;
         int64_t layer = parts.layer + (decodes ? l->first_layer[chunk * l->pp + pp] : 0);
-        if (mt_megatron_add_part(c, l, &parts, layer, of_expert ? parts.expert + ep * experts : -1, tp, &tensor,
-                                 rank->file->path, data, error) != 0)
-            return -1;
+        mt_matrix_key matrix = {.name = parts.text, .layer = layer, .state = MT_STATE_WEIGHTS};
+        matrix.expert = of_expert ? parts.expert + ep * experts : -1;
+        mt_stored_values values = {data, tensor.dtype, rank->file->path};
+        if (mt_megatron_add_part(c, l, &matrix, tp, &tensor, values, error) != 0) return -1;
     }
     return 0;
 }

@@ -300,7 +300,7 @@ static void mt_arg_write_freq(mt_pickler *p, const mt_run_options *o) {
 static void mt_arg_write_linear_layers(mt_pickler *p, const mt_options *o) {
     mt_pickle_text(p, "linear_attention_freq");
     mt_list_begin(p);
-    for (int64_t i = 0; i < o->num_layers; i++) mt_pickle_int(p, o->linear_layers[i] == '1');
+    for (int64_t i = 0; i < o->num_layers; i++) mt_pickle_int(p, mt_layer_listed(o->linear_layers, i));
     mt_list_end(p);
 }
 

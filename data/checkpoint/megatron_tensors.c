@@ -225,22 +225,36 @@ const mt_megatron_matrix *mt_megatron_place(const mt_megatron *checkpoint, const
     return NULL;
 }
 
+/* Megatron's modules of mixers, with the names of their first and last linears. Mixers without a row are named as
+ * attention. */
+static const struct mt_core_mixer {
+    mt_mixer_kind mixer;
+    const char *module, *first, *last;
+    bool of_hybrid; // in layers of --hybrid-override-pattern alone
+} mt_core_mixers[] = {
+    {MT_MIXER_ATTENTION, ".self_attention.", ".linear_qkv.", ".linear_proj.", false},
+    {MT_MIXER_GATED_DELTA_NET, ".self_attention.", ".in_proj.", ".out_proj.", false},
+    {MT_MIXER_MAMBA2, ".mixer.", ".in_proj.", ".out_proj.", true},
+};
+
+static const struct mt_core_mixer *mt_core_mixer_of(const mt_options *o, int64_t layer) {
+    int row = sizeof mt_core_mixers / sizeof *mt_core_mixers - 1;
+    while (row > 0 && (layer < 0 || mt_core_mixers[row].mixer != mt_layer_kind_of(o, layer).mixer)) row--;
+    return &mt_core_mixers[row];
+}
+
 /* The name that Transformer Engine's layers give a role, among the role's names: norms before a linear are the
- * linear's own, unless that is latent attention or the feed-forward is experts. -1: none; Mamba-2 is there in layers of
- * its own alone. */
+ * linear's own, unless that is latent attention or the feed-forward is experts. -1: none. */
 static int mt_core_name_index(const mt_param *param, const mt_options *o) {
-    mt_mixer_kind mixer = param->layer >= 0 ? mt_layer_kind_of(o, param->layer).mixer : MT_MIXER_NONE;
-    bool is_delta = mixer == MT_MIXER_GATED_DELTA_NET, is_mamba = mixer == MT_MIXER_MAMBA2;
-    const char *module = is_mamba ? ".mixer." : ".self_attention.", *first = ".linear_qkv.", *last = ".linear_proj.";
-    if (is_delta || is_mamba) first = ".in_proj.", last = ".out_proj.";
-    if (is_mamba && !o->hybrid_layers) return -1;
+    const struct mt_core_mixer *mixer = mt_core_mixer_of(o, param->layer);
+    if (mixer->of_hybrid && !o->hybrid_layers) return -1;
     for (int i = 0; i < MT_NUM_CORE_NAMES; i++) {
         const char *name = mt_core_names[i].name;
-        bool fits = mt_core_names[i].role == param->role, of_mixer = strstr(name, module) != NULL;
+        bool fits = mt_core_names[i].role == param->role, of_mixer = strstr(name, mixer->module) != NULL;
         if (param->role == MT_INPUT_NORM || param->role == MT_INPUT_NORM_BIAS || param->role == MT_Q)
             fits = fits && (o->multi_latent_attention ? !strstr(name, ".linear_qkv.") && !strstr(name, ".in_proj.")
-                                                      : of_mixer && strstr(name, first));
-        if (param->role == MT_O) fits = fits && of_mixer && strstr(name, last);
+                                                      : of_mixer && strstr(name, mixer->first));
+        if (param->role == MT_O) fits = fits && of_mixer && strstr(name, mixer->last);
         if (param->role == MT_A_LOG || param->role == MT_DT_BIAS) fits = fits && of_mixer;
         if (param->role == MT_FINAL_NORM || param->role == MT_FINAL_NORM_BIAS)
             fits = fits && (strstr(name, ".final_norm.") != NULL) == (o->hybrid_layers != NULL);

@@ -249,12 +249,20 @@ static int check_source_once(const mt_dataset *source, mt_split split, int64_t w
     return split == MT_SPLIT_TRAIN ? check_once(mt_gpt_dataset_prefix(source), have, wanted, config, error) : 0;
 }
 
+/* The sources of a blend, their weights, and its size. */
+typedef struct blend_sources {
+    mt_dataset **items;
+    double *weights;
+    int64_t size;
+} blend_sources;
+
 /* With weights, the size of a source is its part of the blend plus Megatron's surplus. Without weights, every source is
- * read for one epoch and its weight is its number of samples. Sets `weights` and the blend's `size`. A blend draws its
+ * read for one epoch and its weight is its number of samples. Sets the weights and the size. A blend draws its
  * samples in an order that does not depend on its size, so that an extension extends the sources alone. */
-static int create_sources(mt_dataset **sources, double *weights, int64_t *size, mt_indexed_dataset *const *indexed,
-                          const mt_blend *blend, mt_split split, const double share[2], const split_sizes *sizes,
-                          const mt_data_config *config, mt_error *error) {
+static int create_sources(blend_sources *sources, mt_indexed_dataset *const *indexed, const mt_blend *blend,
+                          mt_split split, const double share[2], const split_sizes *sizes, const mt_data_config *config,
+                          mt_error *error) {
+    double *weights = sources->weights;
     if (blend->weights) mt_weights_normalize(weights, blend->weights, blend->count);
     int64_t wanted = sizes->sizes[sizes->count - 1], total = 0;
     for (int64_t i = 0; i < blend->count; i++) {
@@ -265,10 +273,10 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
             asked.sizes[k] = mt_blend_surplus(target);
             asked.count = sizes->count;
         }
-        if (create_source(&sources[i], indexed[i], share, &asked, config, error) != 0) return -1;
-        if (blend->weights && check_source_once(sources[i], split, target, config, error) != 0) return -1;
-        if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
-        total += blend->weights ? target : sources[i]->num_samples;
+        if (create_source(&sources->items[i], indexed[i], share, &asked, config, error) != 0) return -1;
+        if (blend->weights && check_source_once(sources->items[i], split, target, config, error) != 0) return -1;
+        if (!blend->weights) weights[i] = (double)sources->items[i]->num_samples;
+        total += blend->weights ? target : sources->items[i]->num_samples;
     }
     bool ends = config->dataloader_type == MT_DATALOADER_SINGLE;
     if (!blend->weights && total < wanted && ends)
@@ -277,23 +285,22 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
             "the data paths (%s and more) hold %lld samples in one epoch, but the run needs %lld; give a weight "
             "before every path, to read paths more than once",
             blend->paths[0], (long long)total, (long long)wanted);
-    *size = blend->weights || wanted < 0 || total < wanted ? total : wanted;
+    sources->size = blend->weights || wanted < 0 || total < wanted ? total : wanted;
     return 0;
 }
 
 static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, const mt_blend *blend, mt_split split,
                         const double share[2], const split_sizes *sizes, const mt_data_config *config,
                         mt_error *error) {
-    int64_t size = 0;
-    mt_dataset **sources = mt_calloc(blend->count * (int64_t)sizeof *sources);
-    double *weights = mt_calloc(blend->count * (int64_t)sizeof *weights);
-    int result = create_sources(sources, weights, &size, indexed, blend, split, share, sizes, config, error);
+    blend_sources sources = {.items = mt_calloc(blend->count * (int64_t)sizeof *sources.items)};
+    sources.weights = mt_calloc(blend->count * (int64_t)sizeof *sources.weights);
+    int result = create_sources(&sources, indexed, blend, split, share, sizes, config, error);
     if (result == 0)
-        result = mt_blended_dataset_create(out, sources, weights, blend->count, size, error);
+        result = mt_blended_dataset_create(out, sources.items, sources.weights, blend->count, sources.size, error);
     else
-        for (int64_t i = 0; i < blend->count; i++) mt_dataset_free(sources[i]);
-    free(sources);
-    free(weights);
+        for (int64_t i = 0; i < blend->count; i++) mt_dataset_free(sources.items[i]);
+    free(sources.items);
+    free(sources.weights);
     return result;
 }
 

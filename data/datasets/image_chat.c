@@ -304,9 +304,10 @@ static int list_messages(mt_chat_message *messages, json_t **fields, const json_
     return 0;
 }
 
-int mt_image_chat_encode(mt_chat *chat, const mt_image_reader *reader, const json_t *list, const json_t *beside,
-                         const mt_chat_extras *extras, bool generates, mt_ids *ids, mt_ids *turns, mt_images *images,
-                         mt_error *error) {
+int mt_image_chat_encode(mt_chat *chat, const mt_image_reader *reader, const mt_image_chat *conversation, mt_ids *ids,
+                         mt_ids *turns, mt_images *images, mt_error *error) {
+    const json_t *list = conversation->messages, *beside = conversation->beside;
+    const mt_chat_extras *extras = conversation->extras;
     int64_t first = images->count, from = ids->count, from_turns = turns->count, count = (int64_t)json_array_size(list);
     json_t *own = json_deep_copy(list);
     mt_chat_message *messages = mt_calloc((count + 1) * (int64_t)sizeof *messages);
@@ -318,7 +319,7 @@ int mt_image_chat_encode(mt_chat *chat, const mt_image_reader *reader, const jso
         mt_chat_extras more = extras ? *extras : (mt_chat_extras){0};
         more.fields = (const json_t *const *)fields;
         mt_chat_set_extras(chat, &more);
-        status = mt_chat_encode(chat, messages, count, generates, ids, turns, error);
+        status = mt_chat_encode(chat, messages, count, conversation->generates, ids, turns, error);
         mt_chat_set_extras(chat, NULL);
     }
     if (status == 0) status = mt_images_expand(images, first, reader, ids, turns, from, error);

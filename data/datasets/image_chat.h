@@ -89,13 +89,19 @@ int64_t mt_image_tokens(const mt_image_config *config, const mt_image_grid *grid
  * than before. */
 int mt_image_read(float *patches, const mt_image *image, const mt_image_config *config, mt_error *error);
 
+/* A conversation. `messages` is a list of objects, as mt_images_take has them, which may have further fields that the
+ * template takes; it is not changed. */
+typedef struct mt_image_chat {
+    const json_t *messages;
+    const json_t *beside;         // pictures beside the messages: see mt_images_take
+    const mt_chat_extras *extras; // tools and variables, or NULL; its `fields` are not read
+    bool generates;               // the tokens end where an answer begins
+} mt_image_chat;
+
 /* All of it: appends the tokens of a conversation, each one's message or -1 to `turns` (mt_chat_encode), and its
- * pictures. `messages` is a list of objects, as mt_images_take has them, which may have further fields that the
- * template takes; it is not changed. `extras` has tools and variables, or NULL; its `fields` are not read. After an
- * error nothing is appended. */
-int mt_image_chat_encode(mt_chat *chat, const mt_image_reader *reader, const json_t *messages, const json_t *beside,
-                         const mt_chat_extras *extras, bool generates, mt_ids *ids, mt_ids *turns, mt_images *images,
-                         mt_error *error);
+ * pictures. After an error nothing is appended. */
+int mt_image_chat_encode(mt_chat *chat, const mt_image_reader *reader, const mt_image_chat *conversation, mt_ids *ids,
+                         mt_ids *turns, mt_images *images, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -280,18 +280,23 @@ static void filter_free(filter *f) {
     free(f->first), free(f->count), free(f->weights);
 }
 
-/* to[lines, size, 3] from from[lines, ..., 3] along a line; strides are in pixels, between lines and within one. */
-static void resize_lines(uint8_t *to, int64_t to_line, int64_t to_step, const uint8_t *from, int64_t from_line,
-                         int64_t from_step, int64_t lines, int64_t size, const filter *f) {
-    for (int64_t line = 0; line < lines; line++)
+/* The lines of a picture, rows or columns; strides are in pixels, between lines and within one. */
+typedef struct picture_lines {
+    uint8_t *pixels;
+    int64_t line, step;
+} picture_lines;
+
+/* to[count, size, 3] from from[count, ..., 3] along a line. */
+static void resize_lines(picture_lines to, picture_lines from, int64_t count, int64_t size, const filter *f) {
+    for (int64_t line = 0; line < count; line++)
         for (int64_t i = 0; i < size; i++)
             for (int channel = 0; channel < CHANNELS; channel++) {
-                int64_t sum = 1 << (WEIGHT_BITS - 1);
+                int64_t sum = 1 << (WEIGHT_BITS - 1), pixel = line * to.line + i * to.step;
                 for (int64_t k = 0; k < f->count[i]; k++) {
-                    int64_t pixel = line * from_line + (f->first[i] + k) * from_step;
-                    sum += (int64_t)from[pixel * CHANNELS + channel] * f->weights[i * f->most + k];
+                    int64_t read = line * from.line + (f->first[i] + k) * from.step;
+                    sum += (int64_t)from.pixels[read * CHANNELS + channel] * f->weights[i * f->most + k];
                 }
-                to[(line * to_line + i * to_step) * CHANNELS + channel] = (uint8_t)mt_clamp(sum >> WEIGHT_BITS, 0, 255);
+                to.pixels[pixel * CHANNELS + channel] = (uint8_t)mt_clamp(sum >> WEIGHT_BITS, 0, 255);
             }
 }
 
@@ -300,10 +305,11 @@ static mt_picture picture_scale(const mt_picture *p, int64_t size, bool across) 
     mt_picture to = {.height = across ? p->height : size, .width = across ? size : p->width};
     filter f = filter_create(across ? p->width : p->height, size);
     to.pixels = mt_malloc(to.height * to.width * CHANNELS);
+    picture_lines rows = {p->pixels, p->width, 1}, columns = {p->pixels, 1, p->width};
     if (across)
-        resize_lines(to.pixels, size, 1, p->pixels, p->width, 1, p->height, size, &f);
+        resize_lines((picture_lines){to.pixels, size, 1}, rows, p->height, size, &f);
     else
-        resize_lines(to.pixels, 1, p->width, p->pixels, 1, p->width, p->width, size, &f);
+        resize_lines((picture_lines){to.pixels, 1, p->width}, columns, p->width, size, &f);
     filter_free(&f);
     return to;
 }

@@ -1227,6 +1227,17 @@ static double sequence_tokens(const mt_rl *rl) {
     return (double)rl->rollouts.samples.offsets[rl->rollouts.samples.count];
 }
 
+/* The planned micro-batches, whose scores s receives. */
+static mt_model_role_scoring planned_scoring(mt_rl *rl, mt_batch *batch, scoring *s) {
+    return (mt_model_role_scoring){.slots = rl->plan.num_slots,
+                                   .ranks = rl->plan.num_ranks,
+                                   .source = fill_batch_of,
+                                   .context = rl,
+                                   .batch = batch,
+                                   .sink = store,
+                                   .sink_context = s};
+}
+
 /* Scores sequences[count] by a role, which one rank of each replica stores. */
 static int score_some(mt_rl *rl, mt_model_role *role, mt_loss_input input, const int64_t *sequences, int64_t count,
                       mt_batch *batch, mt_error *error) {
@@ -1235,8 +1246,8 @@ static int score_some(mt_rl *rl, mt_model_role *role, mt_loss_input input, const
     for (int64_t i = 0; i < count; i++)
         rl->times.tokens[SCORING] += (double)(offsets[sequences[i] + 1] - offsets[sequences[i]]);
     plan_batches(rl, sequences, count, &rl->shape);
-    return mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s,
-                               error);
+    mt_model_role_scoring planned = planned_scoring(rl, batch, &s);
+    return mt_model_role_score(role, &planned, error);
 }
 
 /* The log-probabilities of each sequence by the teacher of its prompt. Plans other micro-batches. */
@@ -1267,9 +1278,8 @@ static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *
     if (!role->model) return 0;
     if (squares) mt_model_score_squares(role->model, true);
     rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
-    if (mt_model_role_score(role, rl->plan.num_slots, rl->plan.num_ranks, fill_batch_of, rl, batch, store, &s, error) !=
-        0)
-        return -1;
+    mt_model_role_scoring planned = planned_scoring(rl, batch, &s);
+    if (mt_model_role_score(role, &planned, error) != 0) return -1;
     mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.inputs[input], rl->rollouts.T, MT_F64);
     mt_all_reduce_sum(&rl->config.grid->world, &s.entropy, 1, MT_F64);
     if (squares) mt_all_reduce_sum(&rl->config.grid->world, rl->rollouts.squares, rl->rollouts.T, MT_F64);

@@ -617,9 +617,9 @@ int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error
     if (apart) clear_scores(&r->found, &r->found_capacity, mt_divide_up(slots * ranks, r->role.grid->data.size));
     r->feed = feed;
     if (mt_model_role_use(&r->trained, MT_USE_NOTHING, error) != 0) return -1;
-    if (mt_model_role_score(&r->role, slots, ranks, read_batch, r, batch, r->is_teacher ? keep_logits : keep_scores, r,
-                            error) != 0)
-        return -1;
+    mt_model_role_scoring scoring = {.slots = slots, .ranks = ranks, .source = read_batch, .context = r};
+    scoring.batch = batch, scoring.sink = r->is_teacher ? keep_logits : keep_scores, scoring.sink_context = r;
+    if (mt_model_role_score(&r->role, &scoring, error) != 0) return -1;
     if (apart) deliver_scores(r);
     return mt_model_role_use(&r->trained, MT_USE_TRAINING, error);
 }

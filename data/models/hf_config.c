@@ -37,7 +37,7 @@ enum {
     GRANITE_MOE = DEEPSEEK_MOE << 2,
     GRANITE_DENSE = DEEPSEEK_MOE << 3,
     QWEN_MOE = QWEN2_MOE | QWEN3_MOE,
-    QWENS = QWEN2 | MIMO | QWEN3 | QWEN_MOE,
+    QWENS = QWEN2 | QWEN3 | QWEN_MOE,
     WINDOWED = GEMMA3 | OLMO3, // some layers have a window, and RoPE of their own
     ROPE_BY_TYPE = WINDOWED | MIMO_V2_FLASH,
     EXAONES = EXAONE4 | EXAONE_MOE,      // some layers have a window, and only these have RoPE
@@ -61,7 +61,7 @@ enum {
                 GPT_OSS | MIMO_V2_FLASH | KIMI_LINEAR | GLM_MOE_DSA,                // rms_norm_eps is 1e-5
     OTHER_THETA = MINIMAX_M2 | HY_V3 | SOLAR_OPEN | ERNIE4_5_MOE | GPT_OSS | LFM2 | // rope_theta is not 10000
                   MIMO_V2_FLASH,
-    OWN_BLOCKS = SEED_OSS | DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
+    OWN_BLOCKS = DOTS1 | EXAONES | GLM4_MOE | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | GLM4_MOE_LITE | MINISTRAL3 |
                  ERNIE4_5_MOE | DELTA | LFM2 | MAMBA | MIMO_V2_FLASH | KIMI_LINEAR | SPARSE,
     BLOCKS = LLAMA | MISTRAL | MIXTRAL | QWENS | DEEPSEEK_V3 | SMOLLM3 | WINDOWED | OWN_BLOCKS | GPT_OSS,
     MOE = MIXTRAL | QWEN_MOE | SIGMOID | ERNIE4_5_MOE | GPT_OSS | DELTA_MOE | GRANITE_MOE,
@@ -234,7 +234,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"num_key_value_heads", GPT_OSS, MT_AT(stack.num_query_groups), NULLABLE, "8"},
     {"num_key_value_heads", BLOCKS & ~(LLAMA | OLMO3 | SMOLLM3 | GPT_OSS), MT_AT(stack.num_query_groups),
      REQUIRED | NULLABLE},
-    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | MIMO | QWEN_MOE | SMOLLM3 | OLMO3 | LFM2, MT_AT(stack.kv_channels),
+    {"head_dim", LLAMA | MISTRAL | MIXTRAL | QWEN2 | QWEN_MOE | SMOLLM3 | OLMO3 | LFM2, MT_AT(stack.kv_channels),
      NULLABLE},
     {"head_dim", DOTS1 | EXAONES | GLM4_MOE | ERNIE4_5_MOE, MT_AT(stack.kv_channels), NULLABLE},
     {"head_dim", GEMMA3 | DELTA, MT_AT(stack.kv_channels), 0, "256"},
@@ -245,8 +245,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"swa_v_head_dim", MIMO_V2_FLASH, MT_AT(stack.value_channels), SAME, NULL, &mt_values},
     {"attention_value_scale", MIMO_V2_FLASH, MT_AT(stack.attention_value_scale), NULLABLE, "0.707"},
     {"query_pre_attn_scalar", GEMMA3, MT_AT(stack.softmax_scale), 0, "256", &mt_softmax_scale},
-    {"head_dim", QWEN3 | SEED_OSS | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(stack.kv_channels), NULLABLE,
-     "128"},
+    {"head_dim", QWEN3 | MINIMAX_M2 | HY_V3 | SOLAR_OPEN | MINISTRAL3, MT_AT(stack.kv_channels), NULLABLE, "128"},
     {"head_dim", NEMOTRON_H, MT_AT(stack.kv_channels), 0, "128"},
     {"head_dim", DEEPSEEK_V3 | SPARSE, MT_AT(stack.qk_pos_emb_head_dim), WRITE},
     {"max_position_embeddings", BLOCKS & ~(GPT_OSS | KIMI_LINEAR), MT_AT(stack.max_position_embeddings), REQUIRED},
@@ -267,10 +266,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"norm_eps", LFM2, MT_AT(stack.norm_epsilon), 0, "1e-5"},
     {"layer_norm_epsilon", NEMOTRON_H, MT_AT(stack.norm_epsilon), 0, "1e-5"},
     {"rms_norm_eps", EPSILON_5, MT_AT(stack.norm_epsilon), 0, "1e-5"},
-    {"attention_dropout", BLOCKS & ~SEED_OSS, MT_AT(stack.attention_dropout), 0, "0.0"},
-    {"attention_dropout", SEED_OSS, MT_AT(stack.attention_dropout), 0, "0.1"},
-    {"hidden_dropout", BLOCKS & ~SEED_OSS, MT_AT(stack.hidden_dropout), NONZERO, "0.0"}, // this program's
-    {"residual_dropout", SEED_OSS, MT_AT(stack.hidden_dropout), 0, "0.1"},
+    {"attention_dropout", BLOCKS, MT_AT(stack.attention_dropout), 0, "0.0"},
+    {"hidden_dropout", BLOCKS, MT_AT(stack.hidden_dropout), NONZERO, "0.0"}, // this program's
     {"attention_bias", LLAMA | QWEN3 | QWEN3_MOE | SMOLLM3 | WINDOWED | DOTS1 | HY_V3 | GRANITE,
      MT_AT(stack.attention_output_bias), PLAIN, "false"},
     {"attention_bias", GPT_OSS, MT_AT(stack.attention_output_bias), PLAIN, "true"},
@@ -278,11 +275,8 @@ static const mt_hf_key mt_hf_keys[] = {
     {"use_bias", NEMOTRON_H, 0, FIXED, "false"},
     {"mamba_proj_bias", MAMBA, 0, FIXED, "false"},
     {"moe_latent_size", NEMOTRON_H, MT_AT(stack.moe_latent_size), NULLABLE},
-    {"attention_bias", MIMO, 0, FIXED, "true"},
     {"use_bias", ERNIE4_5_MOE, 0, FIXED, "false"},
-    {"attention_bias", SEED_OSS, MT_AT(stack.add_qkv_bias), 0, "true"},
     {"attention_bias", GLM4_MOE | SOLAR_OPEN, MT_AT(stack.add_qkv_bias), 0, "false"},
-    {"attention_out_bias", SEED_OSS, MT_AT(stack.attention_output_bias), PLAIN, "false"},
     {"use_qk_norm", GLM4_MOE, MT_AT(stack.qk_layernorm), 0, "false"},
     {"use_qk_norm", MINIMAX_M2, 0, FIXED | READ, "true"}, // these five: transformers has nothing else
     {"qk_norm_type", MINIMAX_M2, 0, FIXED | READ, "per_layer"},
@@ -290,7 +284,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {"scoring_func", MINIMAX_M2, 0, FIXED | READ, "sigmoid"},
     {"shared_intermediate_size", MINIMAX_M2, 0, FIXED | READ, "0"},
     {"qkv_bias", QWEN2_MOE, MT_AT(stack.add_qkv_bias), 0, "true"},
-    {"mlp_bias", LLAMA | SMOLLM3 | SEED_OSS, MT_AT(stack.mlp_bias), PLAIN, "false"},
+    {"mlp_bias", LLAMA | SMOLLM3, MT_AT(stack.mlp_bias), PLAIN, "false"},
     {"mlp_bias", HY_V3 | NEMOTRON_H | SPARSE, 0, FIXED, "false"},
     {"rope_theta", BLOCKS & ~(MIXTRAL | SMOLLM3 | WINDOWED | OTHER_THETA | NEMOTRON_H | KIMI_LINEAR),
      MT_AT(stack.rotary_base), WRITE, "10000.0"}, // for transformers before 5
@@ -470,7 +464,7 @@ static const mt_hf_key mt_hf_keys[] = {
     {NULL, OLMO3 | EXAONE4, MT_AT(stack.norm_placement), 0, "\"after\""},
     {NULL, GEMMA3 | DELTA, MT_AT(stack.layernorm_zero_centered_gamma), 0, "true"},
     {NULL, GEMMA3, MT_AT(stack.embedding_multiplier), 0, "1", &mt_root_of_width},
-    {NULL, QWEN2 | MIMO, MT_AT(stack.add_qkv_bias), 0, "true"},
+    {NULL, QWEN2, MT_AT(stack.add_qkv_bias), 0, "true"},
     {NULL, LATENT, MT_AT(stack.multi_latent_attention), 0, "true"},
     {NULL, LATENT, MT_AT(stack.qk_layernorm), 0, "true"},
     {NULL, LATENT, MT_AT(stack.latent_norm_epsilon), 0, "1e-6"}, // whatever rms_norm_eps is
@@ -513,8 +507,60 @@ enum {
     NUM_ROPE_TYPES = sizeof mt_rope_types / sizeof *mt_rope_types,
 };
 
+/* Families whose config.json is that of another family, apart from some keys. */
+static const struct mt_hf_variant {
+    uint64_t family, like;
+    int64_t bos, eos, pad; // tokens in a file without these keys
+    mt_hf_key keys[8];     // in place of the other family's rows of the same key or option
+} mt_hf_variants[] = {
+    {MIMO, QWEN2, -1, -1, -1, {{"attention_bias", MIMO, 0, FIXED, "true"}}},
+    {SEED_OSS,
+     LLAMA,
+     0,
+     2,
+     1,
+     {{"num_key_value_heads", SEED_OSS, MT_AT(stack.num_query_groups), REQUIRED | NULLABLE},
+      {"head_dim", SEED_OSS, MT_AT(stack.kv_channels), NULLABLE, "128"},
+      {"attention_dropout", SEED_OSS, MT_AT(stack.attention_dropout), 0, "0.1"},
+      {"residual_dropout", SEED_OSS, MT_AT(stack.hidden_dropout), 0, "0.1"},
+      {"attention_bias", SEED_OSS, MT_AT(stack.add_qkv_bias), 0, "true"},
+      {"attention_out_bias", SEED_OSS, MT_AT(stack.attention_output_bias), PLAIN, "false"}}},
+};
+enum {
+    NUM_VARIANTS = sizeof mt_hf_variants / sizeof *mt_hf_variants,
+    NUM_OWN_KEYS = sizeof mt_hf_variants->keys / sizeof *mt_hf_variants->keys
+};
+
+/* The row of a family, or of a mask with it; NULL: none. */
+static const struct mt_hf_variant *mt_hf_variant_of(uint64_t mask) {
+    for (int i = 0; i < NUM_VARIANTS; i++)
+        if (mt_hf_variants[i].family & mask) return &mt_hf_variants[i];
+    return NULL;
+}
+
+/* A bit for the family, and for the one that it is like. */
+static uint64_t mt_hf_mask(mt_hf_family family) {
+    uint64_t bit = 1ull << family;
+    const struct mt_hf_variant *variant = mt_hf_variant_of(bit);
+    return variant ? bit | variant->like : bit;
+}
+
+/* True if a row of `keys` belongs to the families (or types) of `mask`, and is not replaced by a key of the variant. */
+static bool mt_hf_key_counts(const mt_hf_key *keys, const mt_hf_key *key, uint64_t mask) {
+    const struct mt_hf_variant *variant = keys == mt_hf_keys ? mt_hf_variant_of(mask) : NULL;
+    if (!(key->families & mask)) return false;
+    if (!variant || key->families & variant->family) return true;
+    for (const mt_hf_key *own = variant->keys; own < variant->keys + NUM_OWN_KEYS && own->key; own++)
+        if ((key->key && strcmp(own->key, key->key) == 0) || (own->offset > 0 && own->offset == key->offset))
+            return false;
+    return true;
+}
+
 /* The key of an option in the files that transformers writes today: the last row that is written. */
 static const char *mt_hf_key_name(size_t offset, uint64_t families) {
+    const struct mt_hf_variant *variant = mt_hf_variant_of(families);
+    for (int i = 0; variant && i < NUM_OWN_KEYS; i++)
+        if (variant->keys[i].key && variant->keys[i].offset == offset) return variant->keys[i].key;
     const mt_hf_key *key = mt_hf_keys + NUM_KEYS - 1;
     while (key->offset != offset || !(key->families & families) || key->flags & READ) key--;
     return key->key;
@@ -709,7 +755,7 @@ static void mt_config_compare_names(mt_config *config, const json_t *object, con
                                     const mt_hf_key *key, uint64_t mask) {
     unsigned words = FIXED | PLAIN_ACTIVATION | GATED_ACTIVATION, others = SAME | REPLACES; // no option; other rules
     for (const mt_hf_key *above = keys; above < key; above++) {
-        bool is_same = above->key && above->families & mask && above->offset == key->offset;
+        bool is_same = above->key && mt_hf_key_counts(keys, above, mask) && above->offset == key->offset;
         if (is_same && !(above->flags & (words | WRITE)) && !(key->flags & (words | others)) &&
             (above->flags & PLAIN) == (key->flags & PLAIN) && strcmp(above->key, key->key) != 0)
             mt_config_compare(config, object, above->key, key->key);
@@ -721,7 +767,7 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
                                 uint64_t mask, mt_run_options *shape) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
         json_t *value = key->key ? json_object_get(object, key->key) : NULL, *absent = NULL;
-        if (!(key->families & mask) || key->flags & WRITE) continue;
+        if (!mt_hf_key_counts(keys, key, mask) || key->flags & WRITE) continue;
         if (value && !json_is_null(value)) mt_config_compare_names(config, object, keys, key, mask);
         if (json_is_null(value) && key->flags & (NULLABLE | NULL_IS_ZERO)) continue;
         if (json_is_null(value)) value = mt_config_null(config, key);
@@ -745,7 +791,8 @@ static void mt_config_read_keys(mt_config *config, const json_t *object, const m
 static void mt_config_read_later(mt_config *config, const json_t *object, const char *name, uint64_t mask,
                                  mt_run_options *shape) {
     for (const mt_hf_key *row = mt_hf_keys; row < mt_hf_keys + NUM_KEYS; row++) {
-        if (!row->key || strcmp(row->key, name) != 0 || !(row->families & mask) || !(row->flags & WRITE)) continue;
+        if (!row->key || strcmp(row->key, name) != 0 || !(row->flags & WRITE)) continue;
+        if (!mt_hf_key_counts(mt_hf_keys, row, mask)) continue;
         mt_hf_key key = *row;
         key.flags &= ~(unsigned)WRITE;
         mt_config_read_keys(config, object, &key, 1, mask, shape);
@@ -764,7 +811,6 @@ static const struct {
     {GEMMA3, 2, 1, 0},
     {SMOLLM3, 128000, 128001, 128004},
     {OLMO3, -1, 50279, 1},
-    {SEED_OSS, 0, 2, 1},
     {EXAONE4, 0, 2, -1},
     {NEMOTRON_H, 1, 2, 0},
     {GRANITE, 1, 2, -1},
@@ -789,13 +835,16 @@ static int64_t mt_config_token(const mt_config *config, const char *key, int64_t
 
 static void mt_config_read_tokens(mt_config *config, uint64_t mask, mt_run_options *shape) {
     mt_error problem;
+    const struct mt_hf_variant *variant = mt_hf_variant_of(mask);
     size_t row = 0;
     while (!(mt_hf_tokens[row].families & mask)) row++;
+    int64_t bos = variant ? variant->bos : mt_hf_tokens[row].bos, eos = variant ? variant->eos : mt_hf_tokens[row].eos;
+    int64_t absent_pad = variant ? variant->pad : mt_hf_tokens[row].pad;
     if (!config->failed && mt_special_tokens_check(config->root, config->path, &problem) != 0)
         config->failed = true, *config->error = problem;
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", mt_hf_tokens[row].bos, shape->stack.vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", mt_hf_tokens[row].eos, shape->stack.vocab_size);
-    int64_t pad = mt_config_token(config, "pad_token_id", mt_hf_tokens[row].pad, shape->stack.vocab_size);
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", bos, shape->stack.vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", eos, shape->stack.vocab_size);
+    int64_t pad = mt_config_token(config, "pad_token_id", absent_pad, shape->stack.vocab_size);
     if (pad >= 0 && !json_object_get(config->root, "pad_token_id")) mt_json_set_int(config->root, "pad_token_id", pad);
     mt_special_tokens_take(shape, config->root);
 }
@@ -897,7 +946,7 @@ static void mt_config_read_window_rope(mt_config *config, const json_t *window, 
 /* The context before its extension. A value beside the object wins, except where types of layers have objects. */
 static void mt_config_read_original_context(mt_config *config, const json_t *rope, int type, mt_options *shape) {
     static const char key[] = "original_max_position_embeddings";
-    uint64_t mask = 1ull << shape->hf_family;
+    uint64_t mask = mt_hf_mask(shape->hf_family);
     int64_t inside = mt_config_int(config, rope, key, shape->max_position_embeddings);
     int64_t beside = mt_config_int(config, config->root, key, inside);
     if (type == MT_ROPE_SCALING_LINEAR) return;
@@ -965,7 +1014,7 @@ static void mt_config_read_query_scale(mt_config *config, const json_t *rope, ui
 }
 
 static void mt_config_read_rope(mt_config *config, mt_run_options *shape) {
-    uint64_t mask = 1ull << shape->stack.hf_family;
+    uint64_t mask = mt_hf_mask(shape->stack.hf_family);
     if (mask & GPT_OSS && !mt_config_get(config->root, "rope_parameters")) // as in transformers
         json_object_set_new(config->root, "rope_parameters", mt_gpt_oss_rope());
     const json_t *window, *rope = mt_config_rope_object(config, mask, &window);
@@ -1752,7 +1801,7 @@ static void mt_config_read_tower(mt_config *config, mt_run_options *shape);
 /* Sets `shape`, which holds defaults, to the model of a file of a supported family. */
 static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     mt_error problem;
-    uint64_t mask = 1ull << shape->stack.hf_family;
+    uint64_t mask = mt_hf_mask(shape->stack.hf_family);
     int64_t layers = mt_config_int(config, config->root, "num_hidden_layers", 0);
     if (mask & DEEPSEEK_V3 && mt_config_first_expert_layer(config, mask) < layers) mask |= DEEPSEEK_MOE;
     char *halves = mask & NEMOTRON_H ? mt_config_read_half_layers(config) : NULL;
@@ -1761,7 +1810,9 @@ static void mt_config_read_family(mt_config *config, mt_run_options *shape) {
     if (mask & GRANITE)
         mask |= mt_config_int(config, config->root, "num_local_experts", 8) > 0 ? GRANITE_MOE : GRANITE_DENSE;
     mt_config_read_quantization(config, shape);
+    const struct mt_hf_variant *variant = mt_hf_variant_of(mask);
     mt_config_read_keys(config, config->root, mt_hf_keys, NUM_KEYS, mask, shape);
+    if (variant) mt_config_read_keys(config, config->root, variant->keys, NUM_OWN_KEYS, variant->family, shape);
     if (shape->stack.num_layers > MOST_LAYERS) return; // which is refused; before lists of so many
     mt_config_read_tokens(config, mask, shape);
     if (mask & BLOCKS) mt_config_finish_block(config, mask, shape);
@@ -2253,7 +2304,7 @@ static json_t *mt_config_value(const mt_hf_key *key, const mt_run_options *o) {
 static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t count, uint64_t mask,
                                  const mt_run_options *o) {
     for (const mt_hf_key *key = keys; key < keys + count; key++) {
-        if (!(key->families & mask) || key->flags & READ || !key->key) continue;
+        if (!mt_hf_key_counts(keys, key, mask) || key->flags & READ || !key->key) continue;
         json_t *value = mt_config_value(key, o);
         bool zero = (json_is_number(value) && json_number_value(value) == 0) || json_is_false(value);
         bool none = key->flags & OWN && json_is_string(value) && !*json_string_value(value);
@@ -2270,7 +2321,7 @@ static void mt_config_write_keys(json_t *object, const mt_hf_key *keys, size_t c
 /* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_run_options *o, bool newer) {
     json_t *rope = json_object();
-    bool partial = newer && (1ull << o->stack.hf_family) & PARTIAL;
+    bool partial = newer && mt_hf_mask(o->stack.hf_family) & PARTIAL;
     if (partial) mt_json_set_real(rope, "partial_rotary_factor", o->stack.rotary_percent);
     mt_json_set_string(rope, "rope_type", mt_rope_types[o->stack.rope_scaling_type]);
     if (newer) mt_json_set_real(rope, "rope_theta", o->stack.rotary_base);
@@ -2310,17 +2361,11 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
     int64_t full = 0;
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_layer_kind kind = mt_layer_kind_of(o, i);
-        bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS;
+        bool has_experts = mt_layer_has_experts(o, i);
         if (full == i && kind.window == 0) full++;
-        const char *attention = kind.window > 0 ? "sliding_attention" : "full_attention";
-        bool is_linear =
-            kind.mixer == MT_MIXER_GATED_DELTA_NET || kind.mixer == MT_MIXER_MAMBA2 || kind.mixer == MT_MIXER_KDA;
-        if (is_linear) attention = "linear_attention";
-        if (kind.mixer == MT_MIXER_NONE) attention = has_experts ? "moe" : "mlp";
-        if (kind.mixer == MT_MIXER_SHORT_CONV) attention = "conv";
-        if (kind.mixer == MT_MIXER_SPARSE_ATTENTION) attention = "indexed_attention";
+        const char *type = kind.window > 0 ? "sliding_attention" : mt_layer_type(&kind);
         json_array_append_new(indexers, json_string(kind.shares_indices ? "shared" : "full"));
-        json_array_append_new(types, json_string(attention));
+        json_array_append_new(types, json_string(type));
         json_array_append_new(rope, json_integer(kind.rope != MT_ROPE_NONE));
         json_array_append_new(mlps, json_string(has_experts ? "sparse" : "dense"));
         if (!has_experts) json_array_append_new(dense, json_integer(i));
@@ -2361,7 +2406,7 @@ static void mt_config_write_layers(json_t *root, uint64_t mask, const mt_options
 /* RoPE's parameters for each type of layer. */
 static json_t *mt_config_rope_of_types(const mt_run_options *o) {
     json_t *all = json_object(), *window = json_object();
-    if ((1ull << o->stack.hf_family) & PARTIAL)
+    if (mt_hf_mask(o->stack.hf_family) & PARTIAL)
         mt_json_set_real(window, "partial_rotary_factor", o->stack.rotary_percent);
     mt_json_set_string(window, "rope_type", "default");
     mt_json_set_real(window, "rope_theta",
@@ -2389,7 +2434,7 @@ static void mt_config_write_mamba(json_t *root, uint64_t mask, const mt_options 
 static void mt_config_write_kda(json_t *root, const mt_options *o) {
     json_t *linear = json_object(), *kda = json_array(), *full = json_array();
     for (int64_t i = 0; i < o->num_layers; i++)
-        json_array_append_new(mt_layer_kind_of(o, i).mixer == MT_MIXER_KDA ? kda : full, json_integer(i + 1));
+        json_array_append_new(mt_mixer_attends(mt_layer_kind_of(o, i).mixer) ? full : kda, json_integer(i + 1));
     json_object_set_new(linear, "kda_layers", kda), json_object_set_new(linear, "full_attn_layers", full);
     mt_json_set_int(linear, "head_dim", o->linear_key_head_dim);
     mt_json_set_int(linear, "num_heads", o->linear_num_key_heads);
@@ -2429,7 +2474,8 @@ static void mt_config_write_block(json_t *root, uint64_t mask, const mt_run_opti
 
 char *mt_options_write_hf_config(const mt_run_options *o) {
     const char *dtype = o->stack.bf16 ? "bfloat16" : o->stack.fp16 ? "float16" : "float32";
-    uint64_t mask = 1ull << o->stack.hf_family;
+    uint64_t mask = mt_hf_mask(o->stack.hf_family);
+    const struct mt_hf_variant *variant = mt_hf_variant_of(mask);
     char name[80];
     mt_hf_key key;
     json_t *root = json_object();
@@ -2439,6 +2485,7 @@ char *mt_options_write_hf_config(const mt_run_options *o) {
     mt_config_write_head(root, mt_hf_families[o->stack.hf_family].model_class, &o->stack);
     mt_json_set_string(root, "model_type", mt_hf_families[o->stack.hf_family].model_type);
     mt_config_write_keys(root, mt_hf_keys, NUM_KEYS, mask, o);
+    if (variant) mt_config_write_keys(root, variant->keys, NUM_OWN_KEYS, variant->family, o);
     mt_special_tokens_set(root, o, true);
     mt_json_set_string(root, "dtype", dtype);
     mt_json_set_string(root, "torch_dtype", dtype); // for transformers before 5

@@ -152,9 +152,9 @@ static void pass_scores(void *context, int64_t index, const mt_batch *batch, con
     if (number < t->count) t->sink(t->sink_context, number, batch, numbers, entropy);
 }
 
-int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_model_role_source *source, void *context,
-                        mt_batch *batch, mt_score_sink *sink, void *sink_context, mt_error *error) {
-    turn t = {role, slots * ranks, ranks, source, sink, context, sink_context};
+int mt_model_role_score(mt_model_role *role, const mt_model_role_scoring *s, mt_error *error) {
+    turn t = {role, s->slots * s->ranks, s->ranks, s->source, s->sink, s->context, s->sink_context};
+    mt_batch *batch = s->batch;
     int64_t here = mt_divide_up(t.count, role->grid->data.size);
     mt_model_role *owner = role->adapted ? role->adapted : role;
     if (mt_model_role_use(owner, MT_USE_SCORING, error) != 0) return -1;

@@ -73,11 +73,20 @@ int mt_model_role_use(mt_model_role *role, unsigned parts, mt_error *error);
 /* Fills `batch` with micro-batch `slot` of data-parallel rank `rank` of the run's grid. Every rank can. */
 typedef int mt_model_role_source(void *context, int64_t slot, int64_t rank, mt_batch *batch, mt_error *error);
 
-/* Scores the micro-batches of a run, `slots` of each of `ranks` data-parallel ranks, by mt_score_tokens. Their numbers
- * are slot * ranks + rank, and replica r of the role's n has the numbers r, r + n, r + 2 n and so on: on its ranks with
- * the loss `sink` receives them. `batch` is scratch of the run. Wakes the parameters, and lets them rest again. */
-int mt_model_role_score(mt_model_role *role, int64_t slots, int64_t ranks, mt_model_role_source *source, void *context,
-                        mt_batch *batch, mt_score_sink *sink, void *sink_context, mt_error *error);
+/* Micro-batches of a run to score: `slots` of each of `ranks` data-parallel ranks. `batch` is scratch of the run. */
+typedef struct mt_model_role_scoring {
+    int64_t slots, ranks;
+    mt_model_role_source *source;
+    void *context;
+    mt_batch *batch;
+    mt_score_sink *sink;
+    void *sink_context;
+} mt_model_role_scoring;
+
+/* Scores them by mt_score_tokens. Their numbers are slot * ranks + rank, and replica r of the role's n has the numbers
+ * r, r + n, r + 2 n and so on: on its ranks with the loss `sink` receives them. Wakes the parameters, and lets them
+ * rest again. */
+int mt_model_role_score(mt_model_role *role, const mt_model_role_scoring *scoring, mt_error *error);
 
 /* The world ranks [data-parallel ranks] that send the results of their replicas: the first with the loss. To free.
  * Every rank calls it. */

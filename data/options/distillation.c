@@ -5,7 +5,6 @@
 #include "option_rules.h"
 #include "option_table.h"
 #include "yaml.h"
-#include "../base/file.h"
 
 #include <jansson.h>
 
@@ -103,10 +102,8 @@ static int mt_kd_balance(const mt_kd_file *file, const json_t *keys) {
 }
 
 static int mt_kd_file_read(mt_kd_file *file) {
-    int64_t bytes;
     mt_yaml yaml = {0};
-    char *text = mt_file_read(file->path, MT_YAML_BYTES - 1, &bytes, file->error);
-    int status = text ? mt_yaml_open(&yaml, text, bytes, file->path, file->error) : -1;
+    int status = mt_yaml_open_file(&yaml, file->path, MT_YAML_BYTES - 1, file->error);
     json_t *keys = status == 0 && yaml.root ? mt_yaml_json(&yaml, yaml.root) : NULL, *value;
     const char *key;
     if (status == 0 && yaml.root && !keys) status = -1;
@@ -115,8 +112,7 @@ static int mt_kd_file_read(mt_kd_file *file) {
     json_object_foreach(keys, key, value) if (status == 0) status = mt_kd_key(file, key, value);
     if (status == 0) status = mt_kd_balance(file, keys);
     json_decref(keys);
-    if (text) mt_yaml_close(&yaml);
-    free(text);
+    mt_yaml_close(&yaml);
     return status;
 }
 

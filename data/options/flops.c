@@ -2,27 +2,11 @@
 #include "flops.h"
 
 double mt_flops(const mt_options *o, int64_t num_sequences) {
-    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
-    double mixers = 0; // multiplications per token, of all layers
-    double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2, mlp = matrices * C * F;
-    double experts = (double)mt_num_expert_layers(o);
-    double L = (double)o->moe_latent_size, rows = L > 0 ? L : C; // channels of a row of the experts
-    double visited = matrices * (double)(o->moe_router_topk * o->moe_ffn_hidden_size) * rows + 2 * C * L;
-    visited += matrices * (double)o->moe_shared_expert_intermediate_size * C;
-    double dense = (double)mt_num_dense_layers(o);
-    if (o->decoder_num_layers > 0) // the encoder's layers see its tokens
-        dense += (double)o->encoder_num_layers * ((double)o->encoder_seq_length / T - 1);
-    double mlps = dense * mlp + experts * visited;
-    for (int64_t i = 0; i < o->num_layers; i++) mixers += mt_mixer_multiplications(o, i);
-    double output = C * (double)o->padded_vocab_size;
-    double layers = mixers + mlps, module = 0;
-    if (o->mtp_num_layers > 0) { // work at every depth, repeated or not
-        mt_feed_forward_kind kind = mt_layer_kind_of(o, o->num_layers).feed_forward;
-        module = 2 * C * C + mt_mixer_multiplications(o, o->num_layers);
-        module += kind == MT_FEED_FORWARD_EXPERTS ? visited : kind == MT_FEED_FORWARD_DENSE ? mlp : 0;
-        module += output;
-    }
-    double per_token = layers + output + (double)o->mtp_num_layers * module;
+    double C = (double)o->hidden_size, T = (double)o->seq_length, output = C * (double)o->padded_vocab_size;
+    double per_token = output; // multiplications
+    for (int64_t i = 0; i < o->num_layers; i++) per_token += mt_layer_multiplications(o, i);
+    if (o->mtp_num_layers > 0) // work at every depth, repeated or not
+        per_token += (double)o->mtp_num_layers * (2 * C * C + mt_layer_multiplications(o, o->num_layers) + output);
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 

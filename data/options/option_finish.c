@@ -151,10 +151,10 @@ static int mt_options_cut_modules(mt_run_options *o, mt_error *error) {
 
 /* The layer of a module of a model of --hybrid-override-pattern. */
 static int mt_options_list_module(mt_run_options *o, mt_error *error) {
-    static const char *const layers[] = {"*E", "*-", "*", "E", "-"};
     const char *letters = o->mtp_hybrid_override_pattern;
-    bool known = false;
-    for (size_t i = 0; letters && i < sizeof layers / sizeof *layers; i++) known |= strcmp(letters, layers[i]) == 0;
+    mt_layer_kind kind;
+    bool known = letters && mt_layer_kind_read(&kind, letters, (int64_t)strlen(letters)) &&
+                 (mt_mixer_attends(kind.mixer) || kind.mixer == MT_MIXER_NONE);
     if (o->stack.mtp_num_layers == 0) {
         mt_string_set(&o->mtp_hybrid_override_pattern, NULL);
         return 0;
@@ -166,7 +166,7 @@ static int mt_options_list_module(mt_run_options *o, mt_error *error) {
             "(*), an MLP (-) or experts (E), or attention and one of these: *E",
             letters ? letters : "missing",
             letters ? "" : ", and --mtp-num-layers with --hybrid-override-pattern needs it");
-    if (strchr(letters, 'E') && !strchr(o->stack.hybrid_layers, 'E'))
+    if (kind.feed_forward == MT_FEED_FORWARD_EXPERTS && mt_num_expert_layers(&o->stack) == 0)
         return mt_error_set(error,
                             "--mtp-hybrid-override-pattern %s has experts (E), and --hybrid-override-pattern has "
                             "none; give its layers some, or leave them out of the modules",
@@ -197,6 +197,18 @@ static int mt_options_cut_pattern(mt_run_options *o, mt_error *error) {
     return 0;
 }
 
+/* The letters of layers with one half: "* (attention), - (MLP)". */
+static void mt_half_letters_print(char text[200]) {
+    size_t length = 0;
+    for (char letter = 1; letter < 127 && length < 200; letter++) {
+        mt_layer_kind half;
+        if (!mt_layer_kind_read(&half, &letter, 1)) continue;
+        bool has_mixer = half.mixer != MT_MIXER_NONE;
+        length += (size_t)snprintf(text + length, 200 - length, "%s%c (%s)", length > 0 ? ", " : "", letter,
+                                   has_mixer ? mt_mixer_name(half.mixer) : mt_feed_forward_name(half.feed_forward));
+    }
+}
+
 /* Layers with one half, from --hybrid-override-pattern, which may give their number too. As with lists of layers, a
  * model of config.json that is given fewer layers keeps the first ones. */
 static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
@@ -205,7 +217,9 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     if (mt_options_cut_modules(o, error) != 0 || mt_options_cut_pattern(o, error) != 0) return -1;
     const char *pattern = o->hybrid_override_pattern;
     int64_t count = (int64_t)strlen(pattern), layers = o->stack.num_layers > 0 ? o->stack.num_layers : count;
-    const char *other = pattern + strspn(pattern, "M*-E");
+    const char *other = pattern;
+    mt_layer_kind half;
+    while (mt_layer_kind_read(&half, other, 1)) other++;
     if (*other && strchr("GD+", *other))
         return mt_error_set(error,
                             "--hybrid-override-pattern '%.100s' has %s (%c), which layers with one half do not have "
@@ -215,11 +229,12 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
                             : *other == 'D' ? "sparse attention"
                                             : "latent attention",
                             *other);
-    if (*other || count == 0)
-        return mt_error_set(error,
-                            "--hybrid-override-pattern expects a letter for each layer, M (Mamba-2), * (attention), - "
-                            "(MLP) or E (experts), got '%.100s'",
-                            pattern);
+    if (*other || count == 0) {
+        char letters[200];
+        mt_half_letters_print(letters);
+        return mt_error_set(error, "--hybrid-override-pattern expects a letter for each layer of %s, got '%.100s'",
+                            letters, pattern);
+    }
     if (count < layers || (count > layers && MT_GIVEN(o, hybrid_override_pattern)))
         return mt_error_set(error,
                             "--hybrid-override-pattern has %lld letters, and --num-layers is %lld; make them equal",
@@ -228,7 +243,7 @@ static int mt_options_list_hybrid_layers(mt_run_options *o, mt_error *error) {
     o->stack.hybrid_layers = mt_strdup(pattern);
     o->stack.hybrid_layers[layers] = 0;
     mt_string_set(&o->hybrid_override_pattern, o->stack.hybrid_layers);
-    bool has_experts = strchr(o->stack.hybrid_layers, 'E') != NULL;
+    bool has_experts = mt_num_expert_layers(&o->stack) > 0;
     if (has_experts && o->stack.num_experts == 0)
         return mt_error_set(error, "--hybrid-override-pattern %.100s has layers of experts (E); give --num-experts",
                             o->stack.hybrid_layers);

@@ -16,28 +16,6 @@
 
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers" // most constraints have no numbers
 
-/* `a` must be a multiple of `b`, or where a row allows it a divisor; messages show both with their names. */
-typedef struct mt_multiple {
-    const char *a_name;
-    int64_t a;
-    const char *b_name; // NULL: a plain number
-    int64_t b;
-    const char *advice; // NULL: none
-    bool or_divisor;
-} mt_multiple;
-
-static int mt_multiples_check(const mt_multiple *rows, size_t count, mt_error *error) {
-    for (const mt_multiple *row = rows; row < rows + count; row++)
-        if (row->a % row->b != 0 && !(row->or_divisor && row->b % row->a == 0))
-            return mt_error_set(error, "%s %lld must be a multiple%s of %s%s%lld%s%s", row->a_name, (long long)row->a,
-                                row->or_divisor ? " or a divisor" : "", row->b_name ? row->b_name : "",
-                                row->b_name ? " " : "", (long long)row->b, row->advice ? "; " : "",
-                                row->advice ? row->advice : "");
-    return 0;
-}
-
-#define MT_CHECK_MULTIPLES(rows, error) mt_multiples_check(rows, sizeof rows / sizeof *rows, error)
-
 /* ---- sizes, positions, lengths */
 
 bool mt_options_converts(const mt_run_options *o) {
@@ -208,7 +186,7 @@ static int mt_options_check_residual(const mt_options *o, mt_error *error) {
     if (!o->fp32_residual_connection) return 0;
     if (!o->bf16 && !o->fp16)
         return mt_error_set(error, "--fp32-residual-connection needs --bf16 or --fp16: without them all is fp32");
-    if (o->norm_placement != MT_NORM_AFTER) return 0;
+    if ((mt_placed_norms(o) & MT_NORMS_IN) == MT_NORMS_IN) return 0;
     return mt_error_set(error, "--fp32-residual-connection needs norms before attention and MLP (--norm-placement "
                                "before or both); leave it out for this model");
 }
@@ -243,22 +221,11 @@ static int mt_options_derive_lengths(mt_run_options *o, mt_program program, mt_e
 
 /* ---- ranks and experts: how ranks split the model, sequences and the batch */
 
-/* Everything that ranks split evenly. */
+/* Everything that ranks split evenly; mt_mixers_check has those of other mixers than attention. */
 static int mt_options_check_multiples(const mt_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size, pp = o->pipeline_model_parallel_size;
     int64_t ep = o->expert_model_parallel_size, etp = mt_max(o->expert_tensor_parallel_size, 1);
     const char *tensor = "--tensor-model-parallel-size";
-    bool has_kda = mt_has_mixer(o, MT_MIXER_KDA), has_delta = has_kda || mt_has_mixer(o, MT_MIXER_GATED_DELTA_NET);
-    bool has_mamba = mt_has_mixer(o, MT_MIXER_MAMBA2);
-    bool differ =
-        o->linear_num_key_heads != o->linear_num_value_heads || o->linear_key_head_dim != o->linear_value_head_dim;
-    if (has_kda && differ)
-        return mt_error_set(error,
-                            "--experimental-attention-variant kda has as many heads of values as of keys, of as many "
-                            "channels: make --linear-num-key-heads %lld and --linear-num-value-heads %lld equal, and "
-                            "--linear-key-head-dim %lld and --linear-value-head-dim %lld",
-                            (long long)o->linear_num_key_heads, (long long)o->linear_num_value_heads,
-                            (long long)o->linear_key_head_dim, (long long)o->linear_value_head_dim);
     const mt_multiple rows[] = {
         {"the number of ranks", world_size,
          "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size =", tp * pp * cp,
@@ -267,14 +234,6 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--num-query-groups", o->num_query_groups, tensor, tp, .or_divisor = o->window_num_query_groups == 0},
         {"--window-num-query-groups", o->window_num_query_groups, tensor, tp},
         {"--ffn-hidden-size", mt_num_dense_layers(o) == 0 ? 0 : o->ffn_hidden_size, tensor, tp},
-        {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, "--linear-num-key-heads",
-         mt_max(o->linear_num_key_heads, 1)},
-        {"--linear-num-value-heads", has_delta ? o->linear_num_value_heads : 0, tensor, tp},
-        {"--linear-num-key-heads", has_delta ? o->linear_num_key_heads : 0, tensor, tp, .or_divisor = true},
-        {"--hidden-size", mt_has_mixer(o, MT_MIXER_SHORT_CONV) ? o->hidden_size : 0, tensor, tp}, // channels
-        {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, "--mamba-num-groups", mt_max(o->mamba_num_groups, 1)},
-        {"--mamba-num-heads", has_mamba ? o->mamba_num_heads : 0, tensor, tp},
-        {"--mamba-num-groups", has_mamba ? o->mamba_num_groups : 0, tensor, tp, .or_divisor = true},
         {"--num-experts", o->num_experts, "--expert-model-parallel-size", ep},
         {"--moe-ffn-hidden-size", o->moe_ffn_hidden_size, "--expert-tensor-parallel-size", etp},
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
@@ -1150,23 +1109,17 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
     const mt_options *s = &o->stack;
     int64_t tp = s->tensor_model_parallel_size, tensor = o->rollout_tensor_model_parallel_size,
             page = o->inference_dynamic_batching_block_size;
-    static const struct {
-        mt_mixer_kind mixer;
-        const char *name;
-    } others[] = {{MT_MIXER_GATED_DELTA_NET, "a gated delta net"},
-                  {MT_MIXER_KDA, "Kimi delta attention"},
-                  {MT_MIXER_MAMBA2, "Mamba-2"},
-                  {MT_MIXER_SHORT_CONV, "a short convolution"},
-                  {MT_MIXER_SPARSE_ATTENTION, "sparse attention"}};
     if (!o->bitwise_rollouts) return 0;
     int64_t etp = s->expert_tensor_parallel_size > 0 ? s->expert_tensor_parallel_size : tp;
     int64_t flexes = s->num_experts > 0 ? etp * s->expert_model_parallel_size : 1;
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        if (mt_has_mixer(s, others[i].mixer))
-            return mt_error_set(error,
-                                "--bitwise-rollouts: %s computes in other steps where it generates than where it "
-                                "trains; correct the difference by --rollout-is",
-                                others[i].name);
+    for (int64_t i = 0; i < s->num_layers; i++) {
+        mt_mixer_kind mixer = mt_layer_kind_of(s, i).mixer;
+        if (mt_mixer_is_bitwise(mixer)) continue;
+        return mt_error_set(error,
+                            "--bitwise-rollouts: layers of %s compute in other steps where they generate than where "
+                            "they train; correct the difference by --rollout-is",
+                            mt_mixer_name(mixer));
+    }
     const mt_constraint rules[] = {
         {o->device == MT_DEVICE_CUDA, "--bitwise-rollouts is for the CPU: give --device cpu, or correct the difference "
                                       "by --rollout-is"},

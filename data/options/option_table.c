@@ -16,7 +16,8 @@
 _Static_assert(offsetof(mt_run_options, given) <= 8 * sizeof((mt_run_options *)0)->given,
                "a bit of given for every byte");
 
-#define MT_MODULE_CHOICE(name, choice) "|" choice
+#define MT_MODULE_CHOICE(name, choice)           "|" choice
+#define MT_PLACEMENT_CHOICE(name, choice, norms) "|" choice
 
 const mt_option mt_option_table[] = {
     {.help = "model"},
@@ -80,7 +81,8 @@ const mt_option mt_option_table[] = {
      .needs = "multi-latent-attention", .own = true},
     {"layernorm-epsilon", MT_REAL, MT_AT(stack.norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
      "older name of --norm-epsilon"},
-    {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before", "before|after|both",
+    {"norm-placement", MT_CHOICE, MT_AT(stack.norm_placement), MT_TRAIN, MT_OF_WEIGHTS, "before",
+     &MT_NORM_PLACEMENTS(MT_PLACEMENT_CHOICE)[1], // without the first |
      "norms of the input of attention and MLP, of their output (as in OLMo 3), or of both (as in Gemma 3)",
      .own = true},
     {"layernorm-zero-centered-gamma", MT_FLAG, MT_AT(stack.layernorm_zero_centered_gamma), MT_TRAIN, MT_OF_WEIGHTS,
@@ -156,7 +158,7 @@ const mt_option mt_option_table[] = {
      "multiply attention's output by the sigmoid of one more product with the layer's input",
      .excludes = "multi-latent-attention"},
     {"experimental-attention-variant", MT_CHOICE, MT_AT(stack.experimental_attention_variant), MT_TRAIN, MT_OF_WEIGHTS,
-     "none", "none|gated_delta_net|gdn|short_conv|mamba2|kda|dsa",
+     "none", "none|dsa|" MT_VARIANT_NAMES,
      "mixer in place of attention in the layers of --linear-attention-freq; gated_delta_net (gdn): linear attention as "
      "in Qwen3-Next and Qwen3.5; short_conv: a gated short convolution as in LFM2; mamba2: as in Granite 4; kda: Kimi "
      "delta attention as in Kimi Linear. dsa, in all layers: sparse latent attention as in DeepSeek-V3.2 and GLM-5",
@@ -164,7 +166,7 @@ const mt_option mt_option_table[] = {
     {"linear-attention-freq", MT_STRING, MT_AT(linear_attention_freq), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      "N or '([1]*3+[0]*1)*2'",
      "layers of --experimental-attention-variant: all but every N-th, or a 1 (variant) or 0 (attention) for each layer",
-     .needs = "experimental-attention-variant gated_delta_net|short_conv|mamba2|kda"},
+     .needs = "experimental-attention-variant " MT_VARIANT_NAMES},
     {"linear-num-key-heads", MT_INT, MT_AT(stack.linear_num_key_heads), MT_TRAIN, MT_OF_WEIGHTS, "16", "[1,65536]",
      "heads of queries and keys of linear attention", .needs = "experimental-attention-variant gated_delta_net|kda"},
     {"linear-num-value-heads", MT_INT, MT_AT(stack.linear_num_value_heads), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,65536]",

@@ -1,7 +1,6 @@
 /* options.c: the options of a run as text: command line and YAML. */
 #include "options.h"
 
-#include "../base/file.h"
 #include "option_finish.h"
 #include "option_help.h"
 #include "option_roles.h"
@@ -46,37 +45,21 @@ int mt_options_read_role(mt_run_options *options, mt_program program, const char
 }
 
 /* Adds the settings of the file of --config, after the changes of the command line. */
-static int mt_givens_add_config(mt_givens *givens, mt_option_reader *reader, const char *path, const char *role,
-                                const mt_strings *overrides, mt_error *error) {
-    int64_t bytes;
-    mt_yaml yaml;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error), roles[400];
-    int status = text ? mt_yaml_open(&yaml, text, bytes, path, error) : -1;
-    if (status == 0) {
-        for (int64_t i = 0; i < overrides->count && status == 0; i++)
-            status = mt_yaml_override(&yaml, overrides->items[i]);
-        if (status == 0 && !role && mt_role_config_detect(roles, &yaml))
-            status = mt_error_set(error, "%s: has the roles %s; choose one with --role", path, roles);
-        else if (status == 0)
-            status = mt_givens_add_file(givens, reader, role, &yaml);
-        mt_yaml_close(&yaml);
-    }
-    free(text);
-    return status;
+static int mt_givens_add_config(mt_givens *givens, mt_option_reader *reader, mt_yaml *yaml, const char *role,
+                                const mt_strings *overrides) {
+    char roles[400];
+    for (int64_t i = 0; i < overrides->count; i++)
+        if (mt_yaml_override(yaml, overrides->items[i]) != 0) return -1;
+    if (!role && mt_role_config_detect(roles, yaml))
+        return mt_error_set(yaml->error, "%s: has the roles %s; choose one with --role", yaml->path, roles);
+    return mt_givens_add_file(givens, reader, role, yaml);
 }
 
-/* The role of a file that has one alone; NULL: it has none or several, or cannot be read, which is reported later. */
-static char *mt_config_only_role(const char *path) {
-    int64_t bytes;
-    mt_yaml yaml;
-    mt_error ignored;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, &ignored), roles[400] = "";
-    if (text && mt_yaml_open(&yaml, text, bytes, path, &ignored) == 0) {
-        if (!mt_role_config_detect(roles, &yaml) || strchr(roles, ',')) *roles = 0;
-        mt_yaml_close(&yaml);
-    }
-    free(text);
-    return *roles ? mt_strdup(roles) : NULL;
+/* The role of a file that has one alone; NULL: it has none or several. */
+static char *mt_config_only_role(mt_yaml *yaml) {
+    char roles[400] = "";
+    bool is_one = mt_role_config_detect(roles, yaml) && !strchr(roles, ',');
+    return is_one ? mt_strdup(roles) : NULL;
 }
 
 /* True if the command line has a flag. */
@@ -110,11 +93,14 @@ int mt_options_read(mt_run_options *options, mt_program program, int argc, char 
     const mt_given *given = mt_givens_find(&givens, MT_AT(role));
     char *role = given && given->values.count > 0 ? mt_strdup(given->values.items[0]) : NULL;
     reader.prints_only = mt_givens_have(&givens, MT_AT(print_config));
+    mt_yaml yaml = {0};
     int status = mt_givens_find_config(&givens, &config, error);
-    if (!status && config && !given) role = mt_config_only_role(config);
+    if (!status && config) status = mt_yaml_open_file(&yaml, config, MT_CONFIG_BYTES, error);
+    if (!status && config && !given) role = mt_config_only_role(&yaml);
     mt_strings overrides = {0};
     if (!status && config && role) mt_givens_split_overrides(&givens, &overrides);
-    if (!status && config) status = mt_givens_add_config(&givens, &reader, config, role, &overrides, error);
+    if (!status && config) status = mt_givens_add_config(&givens, &reader, &yaml, role, &overrides);
+    mt_yaml_close(&yaml);
     mt_strings_free(&overrides);
     int64_t file_iters = 0;
     if (role && !given) mt_string_set(&options->role, role);

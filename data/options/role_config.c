@@ -579,10 +579,9 @@ static int take_megatron(reader *r, const char *section, const char *name, mt_ya
 /* The keys of a JSON file, which is YAML too; messages name the line of the key that has its path. */
 static int take_file(reader *r, const mt_role_key *row, const mt_yaml_node *node, long long line) {
     char *path = mt_yaml_expand(r->yaml, node);
-    int64_t bytes, first = r->config->count;
+    int64_t first = r->config->count;
     mt_yaml inner, *outer = r->yaml;
-    char *text = path ? mt_file_read(path, MAX_FILE, &bytes, outer->error) : NULL;
-    int status = text ? mt_yaml_open(&inner, text, bytes, path, outer->error) : -1;
+    int status = path ? mt_yaml_open_file(&inner, path, MAX_FILE, outer->error) : -1;
     if (status == 0) {
         r->yaml = &inner;
         status = inner.root ? take_section(r, inner.root, row->text, line) : 0;
@@ -590,7 +589,6 @@ static int take_file(reader *r, const mt_role_key *row, const mt_yaml_node *node
         r->yaml = outer;
         mt_yaml_close(&inner);
     }
-    free(text);
     free(path);
     return status;
 }

@@ -702,6 +702,7 @@ void mt_yaml_close(mt_yaml *yaml) {
     free(yaml->nodes);
     if (yaml->document) yaml_document_delete(yaml->document);
     free(yaml->document);
+    free(yaml->read);
     *yaml = (mt_yaml){0};
 }
 #else
@@ -724,3 +725,14 @@ void mt_yaml_close(mt_yaml *yaml) {
     *yaml = (mt_yaml){0};
 }
 #endif
+
+int mt_yaml_open_file(mt_yaml *yaml, const char *path, int64_t most_bytes, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_file_read(path, most_bytes, &bytes, error);
+    int status = text ? mt_yaml_open(yaml, text, bytes, path, error) : -1;
+    if (status == 0)
+        yaml->read = text;
+    else
+        free(text);
+    return status;
+}

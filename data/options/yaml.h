@@ -31,6 +31,7 @@ typedef struct mt_yaml_node {
 
 typedef struct mt_yaml {
     const char *path, *text; // of the file; not copied
+    char *read;              // the text, if mt_yaml_open_file has read it
     int64_t bytes;
     mt_yaml_node *root;      // NULL: an empty text
     const char *absent_path; // references to what begins with this are null where there is no such key; NULL: none are
@@ -60,6 +61,8 @@ mt_yaml_place mt_yaml_place_of(const mt_yaml *yaml, long long line);
 
 /* Reads the one document of a text. Close it if 0. `path` is for messages. */
 int mt_yaml_open(mt_yaml *yaml, const char *text, int64_t bytes, const char *path, mt_error *error);
+/* The same for a file of at most so many bytes. */
+int mt_yaml_open_file(mt_yaml *yaml, const char *path, int64_t most_bytes, mt_error *error);
 void mt_yaml_close(mt_yaml *yaml);
 
 /* Changes the tree as Hydra's command line does: "a.b=VALUE" gives a key its value in YAML, or adds it; "+a.b=VALUE"

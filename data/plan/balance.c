@@ -46,33 +46,39 @@ static void mt_few_seconds_add(mt_few_seconds *few, int64_t micro_batches) {
 
 int mt_layer_cost(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = mt_layer_kind_of(o, layer);
-    bool linear = kind.mixer != MT_MIXER_NONE && !mt_mixer_attends(kind.mixer);
+    bool has_states = kind.mixer != MT_MIXER_NONE && !mt_mixer_attends(kind.mixer);
+    bool of_decoder = o->decoder_num_layers > 0 && !kind.of_encoder;
     int halves = kind.feed_forward == MT_FEED_FORWARD_NONE ? 1 : kind.mixer == MT_MIXER_NONE ? 2 : 0;
-    return (kind.feed_forward == MT_FEED_FORWARD_EXPERTS) + 2 * (kind.window > 0) + 4 * linear + 8 * halves +
-           24 * (kind.shares_indices || kind.mixer == MT_MIXER_CROSS_ATTENTION);
+    return mt_layer_has_experts(o, layer) + 2 * (kind.window > 0) + 4 * has_states + 8 * halves +
+           24 * (kind.shares_indices || of_decoder);
 }
 
-/* Counts the bytes of a model of `count` layers of one cost, and simulates its step of `micro_batches`.
+/* Two layers as one of a list of letters; NULL without the list. */
+static char *mt_two_layers(char letters[3], const char *list, int64_t like) {
+    if (!list) return NULL;
+    letters[0] = letters[1] = list[like], letters[2] = 0;
+    return letters;
+}
+
+/* Counts the bytes of a model of `count` layers that are like layer `like`, and simulates its step of `micro_batches`.
  * Returns 0; -1 with error; or MT_DOES_NOT_FIT, with bytes only, if no layer of such micro-batches has room. */
-static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ranks, int64_t count, int cost,
+static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ranks, int64_t count, int64_t like,
                            int64_t micro_batches, const mt_machine *machine, mt_error *error) {
     mt_options model = *o; // its strings are not freed
     mt_simulation simulation;
-    char experts[3] = {cost & 1 ? '1' : '0', cost & 1 ? '1' : '0', 0};
-    char linears[3] = {cost & 4 ? '1' : '0', cost & 4 ? '1' : '0', 0};
-    char half = cost / 8 % 3 == 1 ? (cost & 4 ? 'M' : '*') : cost & 1 ? 'E' : '-', hybrids[3] = {half, half, 0};
-    char windows[3] = {cost & 2 ? '1' : '0', cost & 2 ? '1' : '0', 0};
+    char experts[3], windows[3], linears[3], hybrids[3];
     model.num_layers = count, model.pipeline_letters = NULL, model.mtp_num_layers = 0;
     model.bf16 = true, model.stage = MT_STAGE_PT, model.optimizer_cpu_offload = model.dynamic_context_parallel = false;
     model.global_batch_size = micro_batches * o->micro_batch_size * o->data_parallel_size;
     model.decoder_first_pipeline_num_layers = model.decoder_last_pipeline_num_layers = 0;
-    if (o->moe_layers) model.moe_layers = experts;
-    if (o->window_layers) model.window_layers = windows;
-    if (o->linear_layers) model.linear_layers = linears;
-    if (o->hybrid_layers) model.hybrid_layers = hybrids;
+    model.moe_layers = mt_two_layers(experts, o->moe_layers, like);
+    model.window_layers = mt_two_layers(windows, o->window_layers, like);
+    model.linear_layers = mt_two_layers(linears, o->linear_layers, like);
+    model.hybrid_layers = mt_two_layers(hybrids, o->hybrid_layers, like);
     model.rope_layers = NULL;
     // The second of two layers shares the keys of the first, or none does.
-    model.dsa_indexer_topk_freq = cost >= 24 ? 2 : 1, model.dsa_indexer_skip_topk_offset = 0;
+    model.dsa_indexer_topk_freq = mt_layer_kind_of(o, like).shares_indices ? 2 : 1,
+    model.dsa_indexer_skip_topk_offset = 0;
     mt_machine other = *machine;
     other.memory_gib = 0; // counts only: a batch of millions of tokens takes long to simulate
     int status = mt_simulate(&simulation, &model, ranks, &other, error);
@@ -95,16 +101,17 @@ static int mt_few_simulate(mt_few_seconds *few, const mt_options *o, int64_t ran
  * layers. */
 int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks, int64_t micro_batches,
                         const mt_machine *machine, mt_error *error) {
-    int64_t layers[MT_LAYER_COSTS] = {0};
+    int64_t layers[MT_LAYER_COSTS]; // one of each cost; -1: none
     mt_machine roomy = *machine;
     roomy.memory_gib = INFINITY;
     *t = (mt_layer_seconds){.embedding = 0};
-    for (int64_t i = 0; i < o->num_layers; i++) layers[mt_layer_cost(o, i)]++;
+    for (int cost = 0; cost < MT_LAYER_COSTS; cost++) layers[cost] = -1;
+    for (int64_t i = 0; i < o->num_layers; i++) layers[mt_layer_cost(o, i)] = i;
     for (int cost = MT_LAYER_COSTS - 1; cost >= 0; cost--) { // the rest: of layers without experts, if there are such
         mt_few_seconds one, two;
-        if (layers[cost] == 0) continue;
-        int status = mt_few_simulate(&one, o, ranks, 1, cost, micro_batches, machine, error);
-        if (status == 0) status = mt_few_simulate(&two, o, ranks, 2, cost, micro_batches, &roomy, error);
+        if (layers[cost] < 0) continue;
+        int status = mt_few_simulate(&one, o, ranks, 1, layers[cost], micro_batches, machine, error);
+        if (status == 0) status = mt_few_simulate(&two, o, ranks, 2, layers[cost], micro_batches, &roomy, error);
         if (status == MT_DOES_NOT_FIT) *t = (mt_layer_seconds){.activations = one.activations, .single = cost};
         if (status != 0) return status == MT_DOES_NOT_FIT ? 0 : -1;
         t->layer[cost] = two.mean - one.mean, t->embedding = two.embedding;
@@ -124,14 +131,7 @@ int mt_layer_seconds_of(mt_layer_seconds *t, const mt_options *o, int64_t ranks,
 /* Of an encoder-decoder: multiplications for a token of the decoder in place of seconds. */
 static mt_layer_seconds mt_layer_work_of(const mt_options *o) {
     mt_layer_seconds t = {.head = (double)o->hidden_size * (double)o->padded_vocab_size};
-    double matrices = mt_activation_rows[mt_options_activation(o)].gated ? 3 : 2;
-    for (int64_t i = 0; i < o->num_layers; i++) {
-        mt_layer_kind kind = mt_layer_kind_of(o, i);
-        double tokens = kind.of_encoder ? (double)o->encoder_seq_length / (double)o->seq_length : 1;
-        double mlp = tokens * matrices * (double)o->hidden_size * (double)o->ffn_hidden_size;
-        if (kind.feed_forward == MT_FEED_FORWARD_NONE) mlp = 0;
-        t.layer[mt_layer_cost(o, i)] = mt_mixer_multiplications(o, i) + mlp;
-    }
+    for (int64_t i = 0; i < o->num_layers; i++) t.layer[mt_layer_cost(o, i)] = mt_layer_multiplications(o, i);
     return t;
 }
 

@@ -1,8 +1,8 @@
-/* layouts.c: the search for the fastest layouts. A layout is a line of options: it varies a copy of the parsed options,
- * which is finished as those of a command line are, so that the rules exist once. All are listed first, each with a
- * least time of its step: the times of layers in models of one and two layers, put together by the pipeline's schedule.
- * In the order of this time they are checked, their memory is counted, and layouts with room are simulated, until no
- * least time can be among the best. */
+/* layouts.c: the search for the fastest layouts. A layout is a list of settings, which a copy of the given options
+ * takes before it is finished, as it does those of a command line: so the rules exist once. All are listed first, each
+ * with a least time of its step: the times of layers in models of one and two layers, put together by the pipeline's
+ * schedule. In the order of this time they are checked, their memory is counted, and layouts with room are simulated,
+ * until no least time can be among the best. */
 #include "layouts.h"
 
 #include "../options/option_source.h"
@@ -73,9 +73,17 @@ typedef struct mt_search {
     int64_t count, num_sizes, num_shapes, num_families;
 } mt_search;
 
-/* Appends an option unless the user gave the field. */
-#define MT_LINE(field, ...)                                                                                            \
-    length += MT_GIVEN(o, field) ? 0 : snprintf(line + length, (size_t)(MT_LAYOUT_LINE - length), __VA_ARGS__)
+/* Adds a setting of an option, unless `given` (NULL: nothing is) has the option. value NULL: a flag. */
+static void mt_layout_set(mt_givens *settings, const mt_run_options *given, size_t field, const char *value) {
+    if (given && mt_options_gave(given, field)) return;
+    mt_given *setting = mt_givens_add(settings, MT_SOURCE_COMMAND_LINE, MT_GIVEN_WORDS, "", mt_option_of(field)->name);
+    if (value) mt_strings_add(&setting->values, value);
+}
+static void mt_layout_set_number(mt_givens *settings, const mt_run_options *given, size_t field, int64_t number) {
+    char value[32];
+    snprintf(value, sizeof value, "%lld", (long long)number);
+    mt_layout_set(settings, given, field, value);
+}
 
 /* True if --tp-comm-overlap is possible: all tensor groups lie within hosts. */
 static bool mt_candidate_overlaps(const mt_candidate *c, const mt_run_options *o) {
@@ -92,48 +100,56 @@ static bool mt_candidate_gathers(const mt_candidate *c, const mt_run_options *o)
            !o->stack.moe_pad_expert_input_to_capacity;
 }
 
-/* The layout's options; `folded`: letters of balanced stages. */
-static void mt_candidate_print(const mt_candidate *c, const mt_run_options *o, const char *folded,
-                               char line[MT_LAYOUT_LINE]) {
-    int length = 0;
+/* The layout's settings, added to an empty list; `folded`: letters of balanced stages. */
+static void mt_candidate_settings(const mt_candidate *c, const mt_run_options *o, const char *folded, mt_givens *list) {
     int64_t replicas = o->gpus / (c->tp * c->pp);
     bool reduces = o->stack.overlap_grad_reduce || !MT_GIVEN(o, stack.overlap_grad_reduce);
     bool shards = o->use_distributed_optimizer || !MT_GIVEN(o, use_distributed_optimizer);
     if (MT_GIVEN(o, stack.data_parallel_sharding_strategy))
         shards = o->stack.data_parallel_sharding_strategy != MT_NO_SHARD;
-    *line = 0;
-    MT_LINE(stack.tensor_model_parallel_size, " --tensor-model-parallel-size %lld", (long long)c->tp);
-    if (c->tp > 1 && !o->stack.distribute_saved_activations)
-        MT_LINE(stack.sequence_parallel, " --sequence-parallel"); // excluded
+    mt_layout_set_number(list, o, MT_AT(stack.tensor_model_parallel_size), c->tp);
+    if (c->tp > 1 && !o->stack.distribute_saved_activations) // excluded
+        mt_layout_set(list, o, MT_AT(stack.sequence_parallel), NULL);
     bool splits =
         MT_GIVEN(o, stack.sequence_parallel) ? o->stack.sequence_parallel : !o->stack.distribute_saved_activations;
-    if (mt_candidate_overlaps(c, o) && splits) MT_LINE(stack.tp_comm_overlap, " --tp-comm-overlap");
-    MT_LINE(stack.pipeline_model_parallel_size, " --pipeline-model-parallel-size %lld", (long long)c->pp);
+    if (mt_candidate_overlaps(c, o) && splits) mt_layout_set(list, o, MT_AT(stack.tp_comm_overlap), NULL);
+    mt_layout_set_number(list, o, MT_AT(stack.pipeline_model_parallel_size), c->pp);
     if (c->balanced)
-        MT_LINE(pipeline_model_parallel_layout, " --pipeline-model-parallel-layout '%s'", folded);
+        mt_layout_set(list, o, MT_AT(pipeline_model_parallel_layout), folded);
     else if (c->vp > 1)
-        MT_LINE(stack.num_virtual_stages_per_pipeline_rank, " --num-virtual-stages-per-pipeline-rank %lld",
-                (long long)c->vp);
-    if (c->zero_bubble) MT_LINE(stack.pipeline_schedule, " --pipeline-schedule zb-h1");
-    if (c->cp > 1) MT_LINE(stack.context_parallel_size, " --context-parallel-size %lld", (long long)c->cp);
-    if (o->stack.num_experts > 0)
-        MT_LINE(stack.expert_model_parallel_size, " --expert-model-parallel-size %lld", (long long)c->ep);
-    if (c->tp > 1 && c->etp > 0)
-        MT_LINE(stack.expert_tensor_parallel_size, " --expert-tensor-parallel-size %lld", (long long)c->etp);
-    if (mt_candidate_gathers(c, o)) MT_LINE(stack.moe_token_dispatcher_type, " --moe-token-dispatcher-type allgather");
-    MT_LINE(stack.micro_batch_size, " --micro-batch-size %lld", (long long)c->micro_batch);
+        mt_layout_set_number(list, o, MT_AT(stack.num_virtual_stages_per_pipeline_rank), c->vp);
+    if (c->zero_bubble) mt_layout_set(list, o, MT_AT(stack.pipeline_schedule), "zb-h1");
+    if (c->cp > 1) mt_layout_set_number(list, o, MT_AT(stack.context_parallel_size), c->cp);
+    if (o->stack.num_experts > 0) mt_layout_set_number(list, o, MT_AT(stack.expert_model_parallel_size), c->ep);
+    if (c->tp > 1 && c->etp > 0) mt_layout_set_number(list, o, MT_AT(stack.expert_tensor_parallel_size), c->etp);
+    if (mt_candidate_gathers(c, o)) mt_layout_set(list, o, MT_AT(stack.moe_token_dispatcher_type), "allgather");
+    mt_layout_set_number(list, o, MT_AT(stack.micro_batch_size), c->micro_batch);
     if (replicas > 1 && !MT_GIVEN(o, use_distributed_optimizer))
-        MT_LINE(stack.data_parallel_sharding_strategy, " --data-parallel-sharding-strategy %s",
-                c->sharding ? "optim_grads_params" : "optim");
-    if (replicas > 1) MT_LINE(stack.overlap_grad_reduce, " --overlap-grad-reduce");
-    if (replicas > 1 && reduces && shards) MT_LINE(stack.overlap_param_gather, " --overlap-param-gather");
+        mt_layout_set(list, o, MT_AT(stack.data_parallel_sharding_strategy),
+                      c->sharding ? "optim_grads_params" : "optim");
+    if (replicas > 1) mt_layout_set(list, o, MT_AT(stack.overlap_grad_reduce), NULL);
+    if (replicas > 1 && reduces && shards) mt_layout_set(list, o, MT_AT(stack.overlap_param_gather), NULL);
     if (c->recompute == 0) return;
-    MT_LINE(stack.recompute_granularity, " --recompute-granularity %s", c->recompute == 2 ? "full" : "selective");
-    if (c->recompute == 1 && !MT_GIVEN(o, stack.recompute_granularity))
-        MT_LINE(stack.recompute_modules, " --recompute-modules layernorm%s",
-                o->stack.num_experts == 0   ? " mlp"
-                : o->stack.moe_grouped_gemm ? " moe_act"
-                                            : "");
+    mt_layout_set(list, o, MT_AT(stack.recompute_granularity), c->recompute == 2 ? "full" : "selective");
+    if (c->recompute != 1 || MT_GIVEN(o, stack.recompute_granularity) || MT_GIVEN(o, stack.recompute_modules)) return;
+    mt_layout_set(list, o, MT_AT(stack.recompute_modules), "layernorm");
+    const char *second = o->stack.num_experts == 0 ? "mlp" : o->stack.moe_grouped_gemm ? "moe_act" : NULL;
+    if (second) mt_strings_add(&list->items[list->count - 1].values, second);
+}
+
+/* The settings as words of a command line, in a shell's quotes where they need them. */
+static void mt_settings_print(const mt_givens *list, char line[MT_LAYOUT_LINE]) {
+    int length = 0;
+    *line = 0;
+    for (int64_t i = 0; i < list->count; i++) {
+        const mt_strings *values = &list->items[i].values;
+        length += snprintf(line + length, (size_t)(MT_LAYOUT_LINE - length), " --%s", list->items[i].name);
+        for (int64_t j = 0; j < values->count; j++) {
+            const char *quote = strpbrk(values->items[j], "|*()") ? "'" : "";
+            length +=
+                snprintf(line + length, (size_t)(MT_LAYOUT_LINE - length), " %s%s%s", quote, values->items[j], quote);
+        }
+    }
 }
 
 /* Room for one more record after `count`: doubles it at powers of two. */
@@ -296,28 +312,22 @@ static void mt_letters_fold(const char *letters, char *text, size_t room) {
     text[length] = 0;
 }
 
-/* The options that were given, with a layout's options; a quote is part of no word. */
-static int mt_search_vary(const mt_search *s, const char *line, mt_run_options *o, mt_error *error) {
-    char words[MT_LAYOUT_LINE], *argv[128] = {"train"};
-    int argc = 1;
-    mt_givens givens = {0};
-    snprintf(words, sizeof words, "%s", line);
-    for (char *word = strtok(words, " '"); word; word = strtok(NULL, " '")) {
-        MT_CHECK(argc < (int)(sizeof argv / sizeof *argv));
-        argv[argc++] = word;
-    }
+/* The options that were given, with a layout's settings. */
+static int mt_search_vary(const mt_search *s, const mt_givens *settings, mt_run_options *o, mt_error *error) {
     mt_options_copy(o, s->given);
     mt_option_reader reader = {.options = o, .program = MT_PROGRAM_TRAIN};
-    mt_givens_add_arguments(&givens, argc, argv);
-    int status = mt_givens_take(&givens, &reader, NULL, error);
+    int status = mt_givens_take(settings, &reader, NULL, error);
     if (status == 0) status = mt_option_reader_report(&reader, error);
     mt_option_reader_free(&reader);
-    mt_givens_free(&givens);
     return status;
 }
 
-static int mt_search_finish(const mt_search *s, const char *line, int64_t ranks, mt_run_options *o, mt_error *error) {
-    return mt_search_vary(s, line, o, error) != 0 ? -1 : mt_train_options_finish(o, ranks, error);
+/* The same, finished. Frees the settings. */
+static int mt_search_finish(const mt_search *s, mt_givens *settings, int64_t ranks, mt_run_options *o,
+                            mt_error *error) {
+    int status = mt_search_vary(s, settings, o, error);
+    mt_givens_free(settings);
+    return status != 0 ? -1 : mt_train_options_finish(o, ranks, error);
 }
 
 /* ---- least times */
@@ -336,10 +346,12 @@ static int mt_search_one_stage(const mt_search *s, const mt_candidate *c, mt_run
         offsetof(mt_run_options, stack.decoder_first_pipeline_num_layers),
         offsetof(mt_run_options, stack.decoder_last_pipeline_num_layers)};
     mt_candidate plain = *c;
-    char line[MT_LAYOUT_LINE];
+    mt_givens settings = {0};
     plain.vp = 1, plain.balanced = plain.zero_bubble = false;
-    mt_candidate_print(&plain, s->given, "", line);
-    if (mt_search_vary(s, line, o, error) != 0) return -1;
+    mt_candidate_settings(&plain, s->given, "", &settings);
+    int status = mt_search_vary(s, &settings, o, error);
+    mt_givens_free(&settings);
+    if (status != 0) return -1;
     for (size_t i = 0; i < sizeof of_pipeline / sizeof *of_pipeline; i++)
         mt_option_reset(o, mt_option_of(of_pipeline[i]));
     return mt_train_options_finish(o, s->given->gpus / c->pp, error);
@@ -610,11 +622,13 @@ static void mt_search_try(mt_search *s, const mt_candidate *c, const char *lette
     mt_layouts *out = s->out;
     mt_layout layout = {.number = c->number};
     mt_run_options o;
+    mt_givens settings = {0};
     char folded[MT_LAYOUT_LINE - 1024];
     mt_letters_fold(letters, folded, sizeof folded);
-    mt_candidate_print(c, s->given, folded, layout.line);
+    mt_candidate_settings(c, s->given, folded, &settings);
+    mt_settings_print(&settings, layout.line);
     out->attempts++;
-    int status = mt_search_finish(s, layout.line, s->given->gpus, &o, &out->reason);
+    int status = mt_search_finish(s, &settings, s->given->gpus, &o, &out->reason);
     if (status == 0) status = mt_simulate(&layout.simulation, &o.stack, o.gpus, s->machine, &out->reason);
     if (status == MT_DOES_NOT_FIT)
         out->too_large++;
@@ -688,12 +702,13 @@ static int mt_search_legal(mt_search *s, mt_error *error) {
     int status = -1;
     for (int64_t i = 0; i < s->count && status != 0; i++) {
         const mt_candidate *c = &s->list[i * step % s->count];
-        char line[MT_LAYOUT_LINE], folded[32];
+        mt_givens settings = {0};
+        char folded[32];
         if (i == MT_REFUSALS_ENOUGH && refusals->count == 1) break;
         snprintf(folded, sizeof folded, "auto*%lld", (long long)c->vp);
-        mt_candidate_print(c, s->given, folded, line);
+        mt_candidate_settings(c, s->given, folded, &settings);
         mt_options_free(&s->model);
-        status = mt_search_finish(s, line, s->given->gpus, &s->model, error);
+        status = mt_search_finish(s, &settings, s->given->gpus, &s->model, error);
         if (status != 0) mt_refusals_add(refusals, error);
     }
     for (int64_t i = 0; i < refusals->count; i++)
@@ -713,20 +728,19 @@ static int mt_search_measure(mt_search *s, mt_error *error) {
     int64_t pp = mt_max(given->stack.pipeline_model_parallel_size, s->least_pp);
     int64_t cp = mt_max(given->stack.context_parallel_size, s->least_cp),
             ep = mt_max(given->stack.expert_model_parallel_size, 1);
-    char line[200];
-    snprintf(line, sizeof line,
-             " --tensor-model-parallel-size %lld --pipeline-model-parallel-size %lld --context-parallel-size %lld",
-             (long long)tp, (long long)pp, (long long)cp);
-    int status = mt_search_finish(s, line, tp * pp * cp * ep, o, error);
+    mt_givens least = {0}, whole = {0};
+    mt_layout_set_number(&least, NULL, MT_AT(stack.tensor_model_parallel_size), tp);
+    mt_layout_set_number(&least, NULL, MT_AT(stack.pipeline_model_parallel_size), pp);
+    mt_layout_set_number(&least, NULL, MT_AT(stack.context_parallel_size), cp);
+    int status = mt_search_finish(s, &least, tp * pp * cp * ep, o, error);
     if (status != 0 && s->count > 0) status = mt_search_legal(s, error);
     if (status != 0 && s->count == 0) { // the options that the list would have are no reason to refuse it
         mt_candidate c = {
             .tp = tp, .pp = pp, .cp = cp, .ep = ep, .etp = given->stack.expert_tensor_parallel_size, .vp = 1};
-        char whole[MT_LAYOUT_LINE];
         c.micro_batch = 1, c.recompute = MT_GIVEN(given, stack.recompute_modules);
-        mt_candidate_print(&c, given, "", whole);
+        mt_candidate_settings(&c, given, "", &whole);
         mt_options_free(o);
-        status = mt_search_finish(s, whole, tp * pp * cp * ep, o, error);
+        status = mt_search_finish(s, &whole, tp * pp * cp * ep, o, error);
     }
     if (status == 0) status = mt_simulate_check(&o->stack, error);
     if (status != 0) return status;

@@ -40,7 +40,8 @@ static json_t *image_of(const char *path) {
 static int encode(mt_inference *r, json_t *messages, const json_t *beside, mt_ids *ids, mt_images *images,
                   mt_error *error) {
     mt_ids turns = {0};
-    int status = mt_image_chat_encode(r->chat, &r->reader, messages, beside, NULL, true, ids, &turns, images, error);
+    mt_image_chat conversation = {.messages = messages, .beside = beside, .generates = true};
+    int status = mt_image_chat_encode(r->chat, &r->reader, &conversation, ids, &turns, images, error);
     free(turns.data);
     json_decref(messages);
     return mt_agree(&r->grid.world, status != 0, error);

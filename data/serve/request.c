@@ -399,8 +399,8 @@ static int encode_pictures(mt_ids *ids, mt_text_images **out, const json_t *list
     json_t *messages = read_picture_messages(list, refusal);
     if (!messages) return -1;
     pthread_mutex_lock(service->chat_lock);
-    int status = mt_image_chat_encode(service->chat, service->images, messages, NULL, extras, asks, ids, &turns,
-                                      &images, &error);
+    mt_image_chat conversation = {.messages = messages, .extras = extras, .generates = asks};
+    int status = mt_image_chat_encode(service->chat, service->images, &conversation, ids, &turns, &images, &error);
     pthread_mutex_unlock(service->chat_lock);
     json_decref(messages);
     free(turns.data);

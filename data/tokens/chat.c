@@ -719,10 +719,20 @@ static span span_of(const json_t *spans, size_t k) {
                   (int32_t)json_integer_value(json_array_get(item, 2))};
 }
 
+/* Tokens [first, end) between two special tokens, and their bytes [start, stop) of the text. */
+typedef struct text_piece {
+    const int32_t *ids;
+    int64_t first, end;
+    const char *text;
+    int64_t start, stop;
+} text_piece;
+
 /* True if the texts of the tokens, one after another, are the piece: the normalizer changed nothing. Then sets the
  * bytes of each. */
-static bool add_up(mt_chat *chat, const int32_t *ids, int64_t first, int64_t end, const char *text, int64_t start,
-                   int64_t stop) {
+static bool add_up(mt_chat *chat, const text_piece *piece) {
+    const int32_t *ids = piece->ids;
+    const char *text = piece->text;
+    int64_t first = piece->first, end = piece->end, start = piece->start, stop = piece->stop;
     const mt_tokenizer *t = chat->tokenizer;
     int64_t at = start;
     for (int64_t i = first; i < end; i++) {
@@ -738,11 +748,12 @@ static bool add_up(mt_chat *chat, const int32_t *ids, int64_t first, int64_t end
 
 /* A boundary of a response inside a piece: tokens that the piece has up to it alone stand before it, and the next one
  * crosses it, unless these were all. */
-static int cut_piece(mt_chat *chat, const int32_t *ids, int64_t first, int64_t end, const char *text, int64_t start,
-                     int64_t boundary, mt_error *error) {
-    int64_t same = 0;
+static int cut_piece(mt_chat *chat, const text_piece *piece, int64_t boundary, mt_error *error) {
+    const int32_t *ids = piece->ids;
+    int64_t first = piece->first, end = piece->end, start = piece->start, same = 0;
     chat->header.count = 0;
-    if (mt_encode_part(chat->encoder, text + start, boundary - start, start == 0, &chat->header, error) != 0) return -1;
+    if (mt_encode_part(chat->encoder, piece->text + start, boundary - start, start == 0, &chat->header, error) != 0)
+        return -1;
     while (same < mt_min(end - first, chat->header.count) && ids[first + same] == chat->header.data[same]) same++;
     for (int64_t i = 0; i < same; i++) chat->ends[first + i] = mt_min(chat->ends[first + i], boundary);
     for (int64_t i = first + same + (same < chat->header.count); i < end; i++)
@@ -750,17 +761,16 @@ static int cut_piece(mt_chat *chat, const int32_t *ids, int64_t first, int64_t e
     return 0;
 }
 
-/* Sets the bytes of the tokens [first, end), which stand between two special tokens, as exactly as spans need them. */
-static int locate_piece(mt_chat *chat, const int32_t *ids, int64_t first, int64_t end, const char *text, int64_t start,
-                        int64_t stop, const json_t *spans, mt_error *error) {
-    if (add_up(chat, ids, first, end, text, start, stop)) return 0;
-    for (int64_t i = first; i < end; i++) chat->starts[i] = start, chat->ends[i] = stop;
+/* Sets the bytes of the piece's tokens as exactly as spans need them. */
+static int locate_piece(mt_chat *chat, const text_piece *piece, const json_t *spans, mt_error *error) {
+    if (add_up(chat, piece)) return 0;
+    for (int64_t i = piece->first; i < piece->end; i++) chat->starts[i] = piece->start, chat->ends[i] = piece->stop;
     for (size_t k = 0; k < json_array_size(spans); k++) {
         const span s = span_of(spans, k);
         const int64_t boundaries[] = {s.start, s.end};
         for (int b = 0; b < 2; b++)
-            if (boundaries[b] > start && boundaries[b] < stop &&
-                cut_piece(chat, ids, first, end, text, start, boundaries[b], error) != 0)
+            if (boundaries[b] > piece->start && boundaries[b] < piece->stop &&
+                cut_piece(chat, piece, boundaries[b], error) != 0)
                 return -1;
     }
     return 0;
@@ -779,7 +789,8 @@ static int locate_tokens(mt_chat *chat, const int32_t *ids, int64_t count, const
         bool last = p == chat->places.count;
         const int32_t *place = chat->places.data + p;
         int64_t next = last ? count : place[0], stop = last ? bytes : place[1];
-        if (next > token && locate_piece(chat, ids, token, next, text, at, stop, spans, error) != 0) return -1;
+        text_piece piece = {ids, token, next, text, at, stop};
+        if (next > token && locate_piece(chat, &piece, spans, error) != 0) return -1;
         if (last) break;
         chat->starts[next] = place[1];
         chat->ends[next] = at = place[2];
