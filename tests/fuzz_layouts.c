@@ -338,7 +338,10 @@ static const row rl_rows[] = {
     {20, RL, "",
      "--distillation-in loss --self-distillation lagging --teacher-interval 2;--distillation-in policy-gradient "
      "--distillation-loss-max-clamp 0.1 --self-distillation lagging --teacher-interval 2;--distillation-in advantages "
-     "--distillation-loss-mode k2 --self-distillation lagging --teacher-interval 3"},
+     "--distillation-loss-mode k2 --self-distillation lagging --teacher-interval 3;"
+     // not in the loss: its gradient jumps where the divergence is 0, as between a student and its copy
+     "--distillation-in policy-gradient --distillation-loss-mode forward_kl_topk --distillation-topk 3 "
+     "--distillation-log-prob-min-clamp -4 --self-distillation lagging --teacher-interval 2"},
     {30, RL, "", "--ppo-epochs 2"},
     {15, RL, "", "--no-shuffle-mini-batches;--no-shuffle-prompts"},
     {20, RL, "", "--entropy-coeff 0.01"},

@@ -336,7 +336,7 @@ static void distillation_terms_equal_hand_computed_numbers(void **state) {
     }
     // PPO's loss with advantages -1, 1.5 and, clipped, -4: the ratio of the first is above its range, which a negative
     // advantage does not profit from; that of the last is below, and is clipped
-    mt_distill_policy_config c = {MT_DISTILL_IN_POLICY_GRADIENT, MT_KL_K1, 1, 4, 0.2, 0.2, 3, true};
+    mt_distill_policy_config c = {MT_DISTILL_IN_POLICY_GRADIENT, MT_KL_K1, 1, 4, 0.2, 0.2, 3, true, 0};
     mt_loss_sums sums = distill(&c, NULL, gradient);
     double ratio = exp(0.5);
     assert_near(sums.loss, ratio - 1.5 + 4 * 0.8, "policy gradient");
@@ -1256,6 +1256,70 @@ static double off(const json_t *wanted, const double *got, size_t count) {
     return most;
 }
 
+/* verl's forward_kl_topk as a term of the loss (tests/golden/make_topk.py), and by these divergences as the advantages
+ * of a policy loss. */
+static void topk_distillation_equals_verl(void **state) {
+    (void)state;
+    enum { T = 6, V = 9, K = 4 };
+    json_error_t problem;
+    json_t *root = json_load_file("tests/golden/losses/topk.json", 0, &problem);
+    if (!root) fail_msg("tests/golden/losses/topk.json:%d: %s", problem.line, problem.text);
+    const json_t *logits = json_object_get(root, "student"), *cases = json_object_get(root, "cases");
+    const json_t *ids = json_object_get(root, "ids"), *logps = json_object_get(root, "teacher_logps");
+    static const mt_span span = {0, T, 0, T, true};
+    assert_true(json_array_size(cases) == 4);
+    for (size_t n = 0; n < json_array_size(cases); n++) {
+        const json_t *wanted = json_array_get(cases, n), *min_clamp = json_object_get(wanted, "min_clamp");
+        double divergence[T], slopes[T][K], p[T][V], ddivergence[T] = {0}, dlogp[T] = {0}, old[T] = {0}, ratio = 1.1;
+        float mask[T];
+        mt_policy_config c = {.distillation = {MT_DISTILL_IN_LOSS, MT_KL_FORWARD_TOPK, 1, .alone = true}};
+        c.distillation.min_clamp = json_is_null(min_clamp) ? -INFINITY : json_number_value(min_clamp);
+        c.distillation.max_clamp = json_number_value(json_object_get(wanted, "max_clamp"));
+        for (size_t t = 0; t < T; t++) {
+            double sum = 0, log_p[K], log_q[K];
+            for (size_t i = 0; i < V; i++) sum += exp(at(json_array_get(logits, t), i));
+            for (size_t i = 0; i < V; i++) p[t][i] = exp(at(json_array_get(logits, t), i)) / sum;
+            for (size_t k = 0; k < K; k++) {
+                log_p[k] = log(p[t][(int)at(json_array_get(ids, t), k)]);
+                log_q[k] = at(json_array_get(logps, t), k);
+            }
+            mask[t] = (float)at(json_object_get(root, "mask"), t);
+            divergence[t] = mt_topk_divergence(c.distillation.min_clamp, log_p, log_q, K, slopes[t]);
+            assert_near(divergence[t], at(json_object_get(wanted, "divergence"), t), "divergence");
+        }
+        mt_loss_tokens tokens = {.T = T, .num_sequences = 1, .sequences = &span, .mask = mask, .logp = divergence};
+        tokens.divergence = divergence, tokens.ddivergence = ddivergence, tokens.dlogp = dlogp;
+        mt_loss_sums sums = {0};
+        mt_policy_loss(&tokens, &c, &sums);
+        assert_near(sums.loss, json_number_value(json_object_get(wanted, "loss")), "loss");
+        for (size_t t = 0; t < T; t++) {
+            double gradient[V] = {0}, mass = 0;
+            assert_true(dlogp[t] == 0);
+            for (size_t k = 0; k < K; k++) mass -= slopes[t][k];
+            for (size_t i = 0; i < V; i++) gradient[i] = ddivergence[t] * mass * p[t][i];
+            for (size_t k = 0; k < K; k++)
+                gradient[(int)at(json_array_get(ids, t), k)] += ddivergence[t] * slopes[t][k];
+            for (size_t i = 0; i < V; i++)
+                assert_near(gradient[i], at(json_array_get(json_object_get(wanted, "gradient"), t), i), "gradient");
+        }
+        // as a reward: PPO's loss with the negative divergence, at least 0, in place of an advantage; no other gradient
+        double loss = 0, most = c.distillation.max_clamp > 0 ? c.distillation.max_clamp : INFINITY;
+        c.distillation.in = MT_DISTILL_IN_POLICY_GRADIENT;
+        c.distillation.clip_ratio_low = c.distillation.clip_ratio_high = 0.2;
+        for (size_t t = 0; t < T; t++) old[t] = divergence[t] - log(ratio);
+        memset(ddivergence, 0, sizeof ddivergence);
+        tokens.old_logp = old, sums = (mt_loss_sums){0};
+        mt_policy_loss(&tokens, &c, &sums);
+        for (size_t t = 0; t < T; t++) {
+            double term = mask[t] == 0 ? 0 : ratio * fmin(fmax(divergence[t], 0), most);
+            loss += term;
+            assert_near(dlogp[t], term, "policy gradient"), assert_true(ddivergence[t] == 0);
+        }
+        assert_near(sums.loss, loss, "policy gradient");
+    }
+    json_decref(root);
+}
+
 /* Values and gradients in float64, except hidden states, which are floats. */
 static void balanced_distillation_equals_model_optimizer(void **state) {
     (void)state;
@@ -1564,6 +1628,7 @@ int main(void) {
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
         cmocka_unit_test(balanced_distillation_equals_model_optimizer),
+        cmocka_unit_test(topk_distillation_equals_verl),
         cmocka_unit_test(divergences_have_known_values),
         cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
         cmocka_unit_test(a_loss_of_hidden_states_is_not_finite_if_one_is_not),

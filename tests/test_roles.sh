@@ -975,7 +975,11 @@ EOF
         sets $loss.use_policy_gradient distillation-in policy-gradient &&
         sets $loss.clip_ratio_high distillation-clip-ratio-high 0.3 &&
         unused distillation.teacher_key 'several teachers: one' && unused $loss.topk forward_kl_topk || return 1
-    refuses_changes opd 's/low_var_kl/forward_kl_topk=loss_mode cannot be forward_kl_topk: the divergence is' \
+    sed 's/low_var_kl/forward_kl_topk/' "$work/opd.yaml" >"$work/opd-topk.yaml"
+    prints "$work/opd-topk.yaml" actor_train && sets $loss.loss_mode distillation-loss-mode forward_kl_topk &&
+        sets $loss.topk distillation-topk 32 &&
+        sets $loss.log_prob_min_clamp distillation-log-prob-min-clamp -10 || return 1
+    refuses_changes opd 's/low_var_kl/js=loss_mode cannot be js: the divergence is' \
         's/mode: vanilla/mode: gspo=policy_loss_mode can only be vanilla' \
         's/loss_max_clamp/loss_max_clmp=unknown option loss_max_clmp; did you mean loss_max_clamp' || return 1
     # without the gradient of a policy, its range is of no use, and without rewards the weight is 1

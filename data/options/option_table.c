@@ -1088,9 +1088,17 @@ const mt_option mt_option_table[] = {
      "advantages of a second policy loss; or subtracted from the advantages, by the old log-probabilities. The teacher "
      "is --teacher-load, one of --teachers for each prompt, or --self-distillation",
      .needs = "stage rl", .own = true},
-    {"distillation-loss-mode", MT_CHOICE, MT_AT(distillation_loss_mode), MT_TRAIN, MT_OF_RUN, "k1", "k1|abs|k2|k3",
-     "estimator of that divergence (default: k1, in the loss k3)",
+    {"distillation-loss-mode", MT_CHOICE, MT_AT(distillation_loss_mode), MT_TRAIN, MT_OF_RUN, "k1",
+     "k1|abs|k2|k3|forward_kl_topk",
+     "that divergence: an estimate from the tokens of the responses (default: k1, in the loss k3), or forward_kl_topk, "
+     "the sum of q (log q - log p) over the teacher's most probable tokens at each position, at least 0",
      .needs = "distillation-in loss|policy-gradient|advantages", .own = true},
+    {"distillation-topk", MT_INT, MT_AT(distillation_topk), MT_TRAIN, MT_OF_RUN, "32", "[1,1000000]",
+     "forward_kl_topk: number of these tokens", .needs = "distillation-loss-mode forward_kl_topk", .own = true},
+    {"distillation-log-prob-min-clamp", MT_REAL, MT_AT(distillation_min_clamp), MT_TRAIN, MT_OF_RUN, NULL, "[-1e6,0)",
+     "forward_kl_topk: raise lower log-probabilities of both models to this, and those of the actor then have no "
+     "gradient (default: none)",
+     .needs = "distillation-loss-mode forward_kl_topk", .own = true},
     {"distillation-loss-coef", MT_REAL, MT_AT(distillation_loss_coef), MT_TRAIN, MT_OF_RUN, "1", "(0,1e6]",
      "its weight", .needs = "distillation-in loss|policy-gradient|advantages", .own = true},
     {"distillation-loss-max-clamp", MT_REAL, MT_AT(distillation_max_clamp), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",

@@ -472,7 +472,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     } else if (row->kind == MT_KEY_ENABLED) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
             entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
-    } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP) {
+    } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP ||
+               row->kind == MT_KEY_DISTILL_TOPK) {
         derive_of_distillation(r, row, mapping, entry);
     } else if (row->kind == MT_KEY_TEACHER_KEY) {
         if (count_teachers(mt_yaml_get(mapping, "teacher_models")) == 0)
@@ -565,6 +566,12 @@ static int take_megatron(reader *r, const char *section, const char *name, mt_ya
     char nearest[112] = "";
     int64_t index = r->config->count;
     bool has_value = !mt_yaml_is_null(node) && !mt_yaml_is_empty(node) && !r->is_other;
+    if (row->kind == MT_KEY_DISTILL_TOPK) {
+        char *mode = sibling_text(r, mapping, "loss_mode");
+        if (!mode || strcmp(mode, "forward_kl_topk") != 0) set_kind(entry, MT_ENTRY_UNUSED, "forward_kl_topk alone");
+        free(mode);
+        return;
+    }
     int status = has_value ? take_values(r, NULL, name, node, line) : 0;
     if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
     r->config->entries[index].is_name = r->is_other;

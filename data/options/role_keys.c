@@ -503,12 +503,16 @@ static const mt_role_key keys[] = {
      "layouts of several teachers: all have --teacher-*-model-parallel-size"},
     {"verl.distillation_loss", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.distillation_loss", "loss_mode", MT_KEY_OPTION, "distillation-loss-mode",
-     "kl=k1|mse=k2|low_var_kl=k3|k1=k1|abs=abs|k2=k2|k3=k3|*=!the divergence is estimated from the tokens that the "
-     "actor "
-     "writes: take k1, k2, k3 or abs; --stage kd compares whole distributions",
+     "kl=k1|mse=k2|low_var_kl=k3|k1=k1|abs=abs|k2=k2|k3=k3|forward_kl_topk=forward_kl_topk|*=!the divergence is "
+     "estimated from the tokens that the actor writes, or is over the teacher's most probable ones: take k1, k2, k3, "
+     "abs "
+     "or forward_kl_topk; --stage kd compares whole distributions",
      LEARNER},
-    {"verl.distillation_loss", "topk log_prob_min_clamp use_chunked_topk chunked_topk_chunk_size", MT_KEY_UNUSED,
-     "forward_kl_topk, which is not supported"},
+    {"verl.distillation_loss", "topk", MT_KEY_DISTILL_TOPK, "distillation-topk", NULL, LEARNER},
+    {"verl.distillation_loss", "log_prob_min_clamp", MT_KEY_DISTILL_TOPK, "distillation-log-prob-min-clamp", NULL,
+     LEARNER},
+    {"verl.distillation_loss", "use_chunked_topk chunked_topk_chunk_size", MT_KEY_UNUSED,
+     "memory of whole logits, which are not copied here"},
     {"verl.distillation_loss", "use_task_rewards", MT_KEY_OPTION, "use-task-rewards", NULL, LEARNER},
     {"verl.distillation_loss", "distillation_loss_coef", MT_KEY_DISTILL_COEF, "distillation-loss-coef", NULL, LEARNER},
     {"verl.distillation_loss", "loss_max_clamp", MT_KEY_OPTION, "distillation-loss-max-clamp", NULL, LEARNER},
