@@ -937,13 +937,31 @@ EOF
         sets actor_rollout_ref.actor.optim.min_lr_ratio min-lr 1e-07 &&
         sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'off: enabled is not' &&
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
-    refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
+    refuses_changes examples \
+        's/mtp: {_target_: a.b, enable: false/mtp: {enable: true=enable loads modules that enable_train does not' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
         's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
         's/trainer_mode: sync/trainer_mode: colocate_async=trainer_mode can only be sync' \
         's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha' || return 1
+    # multi-token prediction: left out, trained, and drafting
+    mtp=actor_rollout_ref.model.mtp
+    prints "$work/examples.yaml" actor_train && sets $mtp.enable mtp-num-layers 0 &&
+        unused $mtp.mtp_loss_scaling_factor 'enable and enable_train, which' || return 1
+    settings='enable: true, enable_train: true, enable_rollout: true, detach_encoder: false'
+    settings="$settings, num_speculative_tokens: 2, speculative_num_steps: 3"
+    sed "s/a.b, enable: false, enable_train: false/a.b, $settings/" \
+        "$work/examples.yaml" >"$work/mtp.yaml" && prints "$work/mtp.yaml" actor_train &&
+        sets $mtp.mtp_loss_scaling_factor mtp-loss-scaling-factor 0.1 &&
+        sets $mtp.num_speculative_tokens num-speculative-tokens 2 && unused $mtp.speculative_num_steps SGLang &&
+        ! grep -q mtp-num-layers "$work/out" || return 1
+    sed 's/rollout: {use/rollout: {name: sglang, use/' "$work/mtp.yaml" >"$work/sglang.yaml" &&
+        prints "$work/sglang.yaml" actor_train && sets $mtp.speculative_num_steps num-speculative-tokens 3 &&
+        unused $mtp.num_speculative_tokens vLLM || return 1
+    refuses_changes mtp 's/detach_encoder: false/detach_encoder: true=detach_encoder' || return 1
+    sed 's/^    mtp: .*//' "$work/examples.yaml" >"$work/absent.yaml" && prints "$work/absent.yaml" actor_train &&
+        sets '(absent: mtp.enable)' mtp-num-layers 0 || return 1
     sed 's/ rank: 0/ rank: 8/' "$work/examples.yaml" >"$work/lora.yaml" &&
         prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
         sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&

@@ -441,6 +441,50 @@ static int64_t count_teachers(const mt_yaml_node *models) {
     return count;
 }
 
+/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
+static char *path_text(reader *r, const char *path) {
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node;
+    char *text = NULL;
+    r->yaml->error = &ignored;
+    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
+    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
+    r->yaml->error = error;
+    return text;
+}
+
+static bool is_sibling_true(reader *r, const mt_yaml_node *section, const char *name) {
+    char *text = sibling_text(r, section, name);
+    bool is_true = false, known = text && mt_parse_bool(text, &is_true);
+    free(text);
+    return known && is_true;
+}
+
+/* verl's mtp: without `enable` the modules of the model's folder are left out. Loaded modules train here. */
+static void derive_of_mtp(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
+    bool loads = is_sibling_true(r, mapping, "enable");
+    bool trains = loads && is_sibling_true(r, mapping, "enable_train");
+    bool drafts = loads && is_sibling_true(r, mapping, "enable_rollout");
+    char *server = path_text(r, "actor_rollout_ref.rollout.name");
+    bool has_steps = server && strcmp(server, "sglang") == 0;
+    free(server);
+    if (strcmp(entry->name, "enable") == 0 && !loads)
+        mt_string_set(&entry->values.items[0], "0");
+    else if (strcmp(entry->name, "enable") == 0)
+        set_kind(entry, trains ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED,
+                 trains ? "the modules of the model's folder"
+                        : "loads modules that enable_train does not train; here they train or are left out");
+    else if (strcmp(entry->name, "detach_encoder") == 0)
+        set_kind(entry, trains && is_sibling_true(r, mapping, "detach_encoder") ? MT_ENTRY_REFUSED : MT_ENTRY_FIXED,
+                 "the gradient of the modules reaches the model");
+    else if (strcmp(entry->name, "mtp_loss_scaling_factor") == 0 && !trains)
+        set_kind(entry, MT_ENTRY_UNUSED, "enable and enable_train, which are not both true");
+    else if (strstr(entry->name, "speculative") && !drafts)
+        set_kind(entry, MT_ENTRY_UNUSED, "enable and enable_rollout, which are not both true");
+    else if (strstr(entry->name, "speculative") && has_steps != (strcmp(entry->name, "speculative_num_steps") == 0))
+        set_kind(entry, MT_ENTRY_UNUSED, has_steps ? "vLLM" : "SGLang");
+}
+
 static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);
@@ -475,6 +519,8 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP ||
                row->kind == MT_KEY_DISTILL_TOPK) {
         derive_of_distillation(r, row, mapping, entry);
+    } else if (row->kind == MT_KEY_MTP) {
+        derive_of_mtp(r, mapping, entry);
     } else if (row->kind == MT_KEY_TEACHER_KEY) {
         if (count_teachers(mt_yaml_get(mapping, "teacher_models")) == 0)
             set_kind(entry, MT_ENTRY_UNUSED, "several teachers: one has all prompts");
@@ -520,6 +566,12 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
 static void derive_of_distillation(reader *r, const mt_role_key *row, const mt_yaml_node *mapping,
                                    mt_role_entry *entry) {
     bool is_coef = row->kind == MT_KEY_DISTILL_COEF, is_true = is_coef;
+    if (row->kind == MT_KEY_DISTILL_TOPK) {
+        char *mode = sibling_text(r, mapping, "loss_mode");
+        if (!mode || strcmp(mode, "forward_kl_topk") != 0) set_kind(entry, MT_ENTRY_UNUSED, "forward_kl_topk alone");
+        free(mode);
+        return;
+    }
     char *flag = sibling_text(r, mapping, is_coef ? "use_task_rewards" : "use_policy_gradient");
     if (flag) (void)mt_parse_bool(flag, &is_true);
     free(flag);
@@ -566,12 +618,6 @@ static int take_megatron(reader *r, const char *section, const char *name, mt_ya
     char nearest[112] = "";
     int64_t index = r->config->count;
     bool has_value = !mt_yaml_is_null(node) && !mt_yaml_is_empty(node) && !r->is_other;
-    if (row->kind == MT_KEY_DISTILL_TOPK) {
-        char *mode = sibling_text(r, mapping, "loss_mode");
-        if (!mode || strcmp(mode, "forward_kl_topk") != 0) set_kind(entry, MT_ENTRY_UNUSED, "forward_kl_topk alone");
-        free(mode);
-        return;
-    }
     int status = has_value ? take_values(r, NULL, name, node, line) : 0;
     if (!has_value) add_option(r, line, name, NULL)->is_megatron = true;
     r->config->entries[index].is_name = r->is_other;
@@ -839,18 +885,6 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
     bool is_own = strcmp(row->text, "verl.rollout") == 0 && strcmp(role, "actor_infer") == 0;
     for (size_t i = 0; i < sizeof own / sizeof *own && !is_own; i++) is_own = strcmp(row->text, own[i]) == 0;
     return is_own;
-}
-
-/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
-static char *path_text(reader *r, const char *path) {
-    mt_error *error = r->yaml->error, ignored;
-    mt_yaml_node *node;
-    char *text = NULL;
-    r->yaml->error = &ignored;
-    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
-    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
-    r->yaml->error = error;
-    return text;
 }
 
 /* True if the run of the actor trains a critic, as by default in verl. */

@@ -52,6 +52,8 @@ typedef enum mt_role_key_kind {
     MT_KEY_TEACHER_KEY,  // as it is, with several of these
     MT_KEY_DISTILL_COEF, // as it is, unless use_task_rewards is false
     MT_KEY_DISTILL_CLIP, // as it is, if use_policy_gradient is true
+    MT_KEY_DISTILL_TOPK, // as it is, if loss_mode is forward_kl_topk
+    MT_KEY_MTP,          // verl's multi-token prediction: each key counts where its part of `mtp` is enabled
     MT_KEY_EXPERIENCE,   // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
     MT_KEY_STRATEGY      // the engine's section: that of `text` for Megatron, otherwise not used here
 } mt_role_key_kind;
