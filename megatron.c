@@ -5964,6 +5964,7 @@ static const mt_policy_kind mt_policy_kinds[] = {
     [MT_POLICY_TOPR] = {.selects = true},
     [MT_POLICY_OPMD] = {0},
     [MT_POLICY_SPPO] = {.clips = true},
+    [MT_POLICY_SAPO_DETACHED] = {0},
 };
 
 const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant) {
@@ -6071,10 +6072,13 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = !masked && ratio != bounded;
         break;
     }
-    case MT_POLICY_SAPO: {
+    case MT_POLICY_SAPO:
+    case MT_POLICY_SAPO_DETACHED: {
         double tau = advantage > 0 ? c->tau_pos : c->tau_neg, gate = 1 / (1 + exp(-tau * (ratio - 1)));
         term.loss = -advantage * gate * 4 / tau;
         term.dlogp = fabs(x) > 20 ? 0 : -advantage * 4 * gate * (1 - gate) * ratio;
+        if (c->variant == MT_POLICY_SAPO_DETACHED)
+            term = mt_weighted_logp(advantage, gate * 4 / tau, t->logp[i], false);
         break;
     }
     case MT_POLICY_DRO:

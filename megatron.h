@@ -448,6 +448,7 @@ typedef enum mt_policy_variant {
                         // gradient by r (2503.14286)
     MT_POLICY_OPMD,     // -A logp / (1 + beta) (Trinity-RFT)
     MT_POLICY_SPPO,     // -A log r, r clipped (Trinity-RFT; 2108.05828)
+    MT_POLICY_SAPO_DETACHED, // -A logp 4 / tau sigmoid(tau (r - 1)), without a gradient by r (Trinity-RFT's sapo)
 } mt_policy_variant;
 /* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
  */
@@ -3054,7 +3055,7 @@ typedef struct mt_policy_config {
     double clip_ratio_high;        // [-log(1 + low), log(1 + high)]; DPPO: bounds of the divergence
     double clip_ratio_c;           // dual clipping, above 1; DPPO: of the ratio; 0: none
     double beta;                   // DRO, KIMI15, OPMD
-    double tau_pos, tau_neg;       // SAPO: for A > 0, and others
+    double tau_pos, tau_neg;       // SAPO, SAPO_DETACHED: for A > 0, and others
     double weight_pos, weight_neg; // TOPR: of the two kinds of responses
     double kl_cov_coef;            // KL_COV
     double cov_share;              // KL_COV, CLIP_COV: the share of tokens that is selected, at least one

@@ -454,6 +454,8 @@ static double other_loss(mt_policy_variant variant, double logp, double old_logp
         return -a * fmin(fmax(x, -log(1.2)), log(1.3));
     case MT_POLICY_CLIP_COV:
         return selected ? 0 : fmax(-a * r, -a * low);
+    case MT_POLICY_SAPO_DETACHED: // taus 1 and 1.05
+        return -a * logp * 4 / (a > 0 ? 1 : 1.05) / (1 + exp(-(a > 0 ? 1 : 1.05) * (r - 1)));
     }
     fail_msg("variant %d", (int)variant);
     return 0;
@@ -461,19 +463,22 @@ static double other_loss(mt_policy_variant variant, double logp, double old_logp
 
 static void losses_of_other_programs_equal_their_formulas(void **state) {
     (void)state;
-    static const mt_policy_variant variants[] = {MT_POLICY_TIS,  MT_POLICY_TOPR, MT_POLICY_KIMI15,
-                                                 MT_POLICY_OPMD, MT_POLICY_SPPO, MT_POLICY_CLIP_COV};
+    static const mt_policy_variant variants[] = {MT_POLICY_TIS,          MT_POLICY_TOPR, MT_POLICY_KIMI15,
+                                                 MT_POLICY_OPMD,         MT_POLICY_SPPO, MT_POLICY_CLIP_COV,
+                                                 MT_POLICY_SAPO_DETACHED};
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
-    for (int v = 0; v < 6; v++) {
+    for (int v = 0; v < 7; v++) {
         mt_policy_config c = {.variant = variants[v], .clip_ratio_low = 0.2, .clip_ratio_high = 0.3, .beta = 0.4};
-        c.weight_pos = 2, c.weight_neg = 0.5;
+        static double dlogp[MAX_TOKENS];
+        c.weight_pos = 2, c.weight_neg = 0.5, c.tau_pos = 1, c.tau_neg = 1.05;
+        memset(dlogp, 0, sizeof dlogp);
         mt_loss_tokens t = loss_tokens();
         mt_loss_sums sums = {0};
         double loss = 0, count = 0;
         for (int64_t i = 0; i < in.tokens; i++) in.selected[i] = i % 3 == 0;
-        t.selected = in.selected;
+        t.selected = in.selected, t.dlogp = dlogp;
         for (int64_t i = 0; i < in.tokens; i++) {
             if (in.mask[i] == 0) continue;
             loss += other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], i % 3 == 0);
@@ -482,6 +487,11 @@ static void losses_of_other_programs_equal_their_formulas(void **state) {
         mt_policy_loss(&t, &c, &sums);
         assert_near(sums.loss, loss, "variant");
         assert_near(sums.count, count, "variant");
+        for (int64_t i = 0; i < in.tokens && variants[v] == MT_POLICY_SAPO_DETACHED; i++) // the gate is a constant
+            if (in.mask[i] != 0)
+                assert_near(dlogp[i],
+                            other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], false) / in.logp[i],
+                            "gradient");
     }
 }
 
@@ -490,7 +500,7 @@ static void a_weight_that_is_not_finite_reaches_the_loss(void **state) {
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
-    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SAPO_DETACHED; variant++) {
         mt_policy_config c = {.variant = (mt_policy_variant)variant, .clip_ratio_low = 0.2, .clip_ratio_high = 0.3};
         c.beta = c.tau_pos = c.tau_neg = c.weight_pos = c.weight_neg = c.kl_cov_coef = 0.5;
         mt_loss_tokens t = loss_tokens();
@@ -1112,7 +1122,7 @@ static void large_ratios_stay_finite(void **state) {
     mt_span span = {0, 2, 0, 2, true};
     float mask[] = {1, 1};
     double logp[] = {-1, -2000}, other[] = {-1500, -1}, advantages[] = {-1, 1}, dlogp[2];
-    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++)
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SAPO_DETACHED; variant++)
         for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
             mt_policy_config c = {.variant = (mt_policy_variant)variant,
                                   .clip_ratio_low = 0.2,

@@ -57,6 +57,7 @@ every_loss_does_the_same_on_layouts() {
         done
     done <<EOF
 sapo --adv-estimator reinforce_plus_plus_baseline
+sapo_detached
 dppo_tv --adv-estimator opo --clip-ratio 0.01
 dppo_kl --adv-estimator gpg --clip-ratio 0.001 --clip-ratio-c 1.01
 dro --dro-beta 0.1 --adv-estimator grpo_passk

@@ -1084,7 +1084,6 @@ EOF
         unused trainer.trainer_config.critic.ppo_epochs 'the default' || return 1
     refused 'has the roles actor_train, critic; choose one' "$train" --config "$work/trinity.yaml" || return 1
     refuses_changes trinity 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: the present' \
-        's/type: grpo/type: sapo=algorithm_type cannot be sapo: its loss is the mean over tokens' \
         's/^cluster.*/stages: [{stage_name: a}]=stages is not supported: a run has one stage' \
         's/runner_per_model: 8/over_rollout: {ratio: 0.2}=ratio can only be 0' \
         's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer' || return 1
@@ -1113,7 +1112,7 @@ trainer:
 EOF
     refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
         return 1
-    for type in ppo grpo gspo cispo dapo opmd sppo rloo reinforceplusplus remax; do
+    for type in ppo grpo gspo cispo dapo sapo topr opmd sppo rloo reinforceplusplus remax; do
         loss=token-mean
         [ $type = gspo ] && loss=seq-mean-token-mean
         sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
@@ -1124,6 +1123,8 @@ EOF
         ppo) sets algorithm.algorithm_type adv-estimator gae ;;
         gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
         cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
+        sapo) shows pg-variant sapo_detached && sets algorithm.algorithm_type adv-estimator grpo ;;
+        topr) shows pg-variant topr && sets algorithm.algorithm_type adv-estimator reinforce ;;
         opmd) shows pg-variant opmd && shows norm-adv-by-std false ;;
         sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 &&
             sets algorithm.algorithm_type kl-loss-coef 0 ;;
@@ -1142,11 +1143,29 @@ EOF
     sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
     prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
         sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2 || return 1
+    sed "s|TYPE|grpo, policy_loss_fn: sapo, policy_loss_fn_args: {tau_neg: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.policy_loss_fn pg-variant sapo_detached &&
+        sets algorithm.policy_loss_fn_args.tau_neg tau-neg 2 || return 1
+    # a divergence in rewards, where the trainer computes advantages
+    sed "s|TYPE|ppo, kl_loss_fn: none, kl_penalty_fn: k1, kl_penalty_fn_args: {kl_coef: 0.02}|
+        s|trinity6.run|trinity6.penalty|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.kl_penalty_fn kl-in-reward true && shows kl-loss-type k1 &&
+        sets algorithm.kl_penalty_fn_args.kl_coef kl-coef 0.02 || return 1
+    # shellcheck disable=SC2086
+    "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" || return 1
+    sed "s|TYPE|grpo, kl_penalty_fn: k1, kl_penalty_fn_args: {kl_coef: 0.02}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && unused algorithm.kl_penalty_fn 'the advantages of ppo' &&
+        unused algorithm.kl_penalty_fn_args.kl_coef 'the advantages of ppo' || return 1
+    sed "s|TYPE|rloo, kl_penalty_fn: k2|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.kl_penalty_fn kl-in-reward true &&
+        sets '(absent: kl_loss_fn)' kl-loss-type k2 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
         --role actor_train $small || return 1
-    refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
+    refuses_changes trinity6 's/TYPE/raft=algorithm_type cannot be raft: take ppo' \
+        's/TYPE/topr, advantage_fn: grpo=algorithm_type with policy_loss_fn topr needs advantage_fn reinforce' \
+        's/TYPE/ppo, kl_penalty_fn: k1=kl_penalty_fn differs from kl_loss_fn, which is k2' \
         's/response_key: answer/image_key: images/; s/TYPE/grpo=image_key is not supported: images and videos' \
         's/TYPE/grpo, policy_loss_fn: dpo=algorithm_type has the loss ppo, and policy_loss_fn is dpo' \
         's/TYPE/[grpo]=algorithm_type expects .*, not a list' \

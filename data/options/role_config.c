@@ -282,7 +282,7 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|" TRINITY_STAGES, type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|sapo|topr|opmd|sppo|" TRINITY_STAGES, type) >= 0;
     char *advantage = sibling_text(r, mapping, "advantage_fn");
     // and does not divide by the deviation
     bool subtracts_mean = advantage ? strcmp(advantage, "opmd") == 0 : mt_choice_index("opmd|sppo", type) >= 0;
@@ -297,10 +297,18 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     } else if (is_stage) {
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
+    } else if (strcmp(loss ? loss : own, "topr") == 0 && strcmp(advantage                   ? advantage
+                                                                : strcmp(type, "topr") == 0 ? "reinforce"
+                                                                                            : type,
+                                                                "reinforce") != 0) {
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, "with policy_loss_fn topr needs advantage_fn reinforce, whose advantages are the "
+                                    "scores: --pg-variant topr distinguishes these");
     } else {
         char *kl = sibling_text(r, mapping, "kl_loss_fn");
         bool has_divergence = kl ? strcmp(kl, "none") != 0 : mt_choice_index("dapo|sppo", type) < 0;
-        if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        const char *variant = strcmp(own, "sapo") == 0 ? "sapo_detached" : own;
+        if (has_loss && !loss) add_option(r, line, "pg-variant", variant)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
         if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
         free(kl);
@@ -366,6 +374,27 @@ static void derive_of_environments(reader *r, const mt_role_key *row, const mt_y
     free(value);
 }
 
+/* Trinity-RFT's kl_penalty_fn, or its weight, with an algorithm_type and the estimator of the divergence in the loss
+ * (NULL: none). Its trainer subtracts the divergence where it computes the advantages. */
+static void derive_penalty(reader *r, mt_role_entry *entry, const char *type, const char *of_loss) {
+    char *penalty = sibling_text(r, mt_yaml_get(r->yaml->root, "algorithm"), "kl_penalty_fn");
+    bool penalizes = penalty && strcmp(penalty, "none") != 0;
+    bool is_weight = strcmp(entry->name, "kl_coef") == 0, same = of_loss && penalty && strcmp(of_loss, penalty) == 0;
+    if (!penalizes) {
+        set_kind(entry, is_weight ? MT_ENTRY_UNUSED : MT_ENTRY_FIXED,
+                 is_weight ? "kl_penalty_fn, which is none" : "rewards have no divergence");
+    } else if (mt_choice_index("ppo|rloo|reinforceplusplus", type) < 0) {
+        set_kind(entry, MT_ENTRY_UNUSED, "the advantages of ppo, rloo and reinforceplusplus");
+    } else if (!is_weight && of_loss && !same) {
+        set_kind(entry, MT_ENTRY_REFUSED,
+                 "differs from kl_loss_fn, which is k2 by default; one --kl-loss-type serves both");
+    } else if (!is_weight) {
+        if (!of_loss) add_option(r, entry->line, "kl-loss-type", entry->values.items[0])->is_implied = true;
+        mt_string_set(&entry->values.items[0], "true");
+    }
+    free(penalty);
+}
+
 /* The losses of a file of Trinity-RFT: whether those of its algorithm_type have a divergence or an entropy, and one
  * aggregation for all. */
 static void derive_loss(reader *r, const mt_role_key *row, double number, mt_role_entry *entry) {
@@ -378,6 +407,8 @@ static void derive_loss(reader *r, const mt_role_key *row, double number, mt_rol
     bool has_entropy = entropy ? strcmp(entropy, "none") != 0 : mt_choice_index("sppo|sft", of) < 0;
     if (row->kind == MT_KEY_DIVERGENCE && is_sft && has_kl) {
         set_kind(entry, MT_ENTRY_REFUSED, "can only be none here: samples of sft have no reference");
+    } else if (row->kind == MT_KEY_PENALTY) {
+        derive_penalty(r, entry, of, has_kl ? kl ? kl : "k2" : NULL);
     } else if (row->kind == MT_KEY_DIVERGENCE && !has_kl) {
         set_kind(entry, MT_ENTRY_FIXED, "the loss has no divergence");
     } else if (row->kind == MT_KEY_DIVERGENCE && strcmp(value, "none") == 0) {
@@ -1229,7 +1260,7 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
     drop_idle_in_loss(r, root);
-    settle_divergence(r);
+    if (strcmp(root, "trinity") != 0) settle_divergence(r); // derive_penalty did
     add_defaults(r, root);
 }
 

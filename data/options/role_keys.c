@@ -937,8 +937,8 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
      "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
      "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|dpo=dpo|"
-     "sapo=!its loss is the mean over tokens there, and over sequences here (--pg-variant sapo)|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax, sft or dpo",
+     "sapo=grpo|topr=reinforce|"
+     "*=!take ppo, grpo, gspo, cispo, dapo, sapo, topr, opmd, sppo, rloo, reinforceplusplus, remax, sft or dpo",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -946,14 +946,19 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_OPTION, "pg-variant",
-     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|dpo=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
+     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sapo=sapo_detached|topr=topr|sft=|dpo=|*=!take ppo, gspo, "
+     "cispo, sapo, topr, opmd or sppo",
+     LEARNER},
     {"trinity.algorithm", "advantage_fn", MT_KEY_OPTION, "adv-estimator",
      "ppo=gae|grpo=grpo|grpo_verl=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|remax=remax|reinforce=reinforce|"
      "opmd=grpo|*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax, reinforce or opmd",
      LEARNER},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
-    {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
-    {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_UNUSED, "kl_penalty_fn, which is not supported"},
+    {"trinity.algorithm", "kl_penalty_fn", MT_KEY_PENALTY, "kl-in-reward", TRINITY_KL, LEARNER},
+    {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_SECTION, "trinity.penalty"},
+    {"trinity.penalty", "kl_coef", MT_KEY_PENALTY, "kl-coef", NULL, LEARNER},
+    {"trinity.penalty", "adaptive", MT_KEY_FIXED, "the weight of the divergence is constant", "false"},
+    {"trinity.penalty", "target_kl horizon", MT_KEY_UNUSED, "adaptive, which is not supported"},
     {"trinity.algorithm", "kl_loss_fn", MT_KEY_DIVERGENCE, "kl-loss-type", TRINITY_KL, LEARNER},
     {"trinity.algorithm", "entropy_loss_fn", MT_KEY_FIXED, "0 of entropy_coef is none", "default|none"},
     {"trinity.algorithm", "loss_agg_mode", MT_KEY_AGGREGATION, "loss-agg-mode", NULL, LEARNER},
@@ -972,6 +977,9 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
     {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
+    {"trinity.loss", "tau_pos", MT_KEY_OPTION, "tau-pos", NULL, LEARNER},
+    {"trinity.loss", "tau_neg", MT_KEY_OPTION, "tau-neg", NULL, LEARNER},
+    {"trinity.loss", "advantage_threshold", MT_KEY_FIXED, "topr distinguishes scores above 0", "0|0.0"},
     {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
     {"trinity.loss", "beta", MT_KEY_OPTION, "beta", NULL, LEARNER},
     {"trinity.loss", "label_smoothing", MT_KEY_OPTION, "label-smoothing", NULL, LEARNER},

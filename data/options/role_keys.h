@@ -37,6 +37,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_ALGORITHM,    // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
     MT_KEY_DIVERGENCE,   // Trinity-RFT's estimator in the loss: none is none, but in that of preferences
     MT_KEY_KL_COEF,      // the weight of MT_KEY_DIVERGENCE, if there is one
+    MT_KEY_PENALTY,      // Trinity-RFT's divergence in rewards, and its weight, where the trainer computes advantages
     MT_KEY_ENTROPY_COEF, // Trinity-RFT's weight of the entropy: refused in losses of files, unused where it has none
     MT_KEY_AGGREGATION,  // Trinity-RFT's loss_agg_mode, which must be that of policy_loss_fn_args, and of files
                          // token-mean
