@@ -5990,6 +5990,7 @@ static const mt_policy_kind mt_policy_kinds[] = {
     [MT_POLICY_TOPR] = {.selects = true},
     [MT_POLICY_OPMD] = {0},
     [MT_POLICY_SPPO] = {.clips = true},
+    [MT_POLICY_SAPO_DETACHED] = {0},
 };
 
 const mt_policy_kind *mt_policy_kind_of(mt_policy_variant variant) {
@@ -6097,10 +6098,13 @@ static mt_policy_term mt_policy_token(const mt_loss_tokens *t, const mt_policy_c
         term.clipped_lower = !masked && ratio != bounded;
         break;
     }
-    case MT_POLICY_SAPO: {
+    case MT_POLICY_SAPO:
+    case MT_POLICY_SAPO_DETACHED: {
         double tau = advantage > 0 ? c->tau_pos : c->tau_neg, gate = 1 / (1 + exp(-tau * (ratio - 1)));
         term.loss = -advantage * gate * 4 / tau;
         term.dlogp = fabs(x) > 20 ? 0 : -advantage * 4 * gate * (1 - gate) * ratio;
+        if (c->variant == MT_POLICY_SAPO_DETACHED)
+            term = mt_weighted_logp(advantage, gate * 4 / tau, t->logp[i], false);
         break;
     }
     case MT_POLICY_DRO:
@@ -6151,11 +6155,25 @@ double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlo
     return k1 ? -x : k2 ? x * x / 2 : absolute ? fabs(x) : mt_minimum(k3, 10);
 }
 
+double mt_topk_divergence(double min_clamp, const double *logp, const double *teacher_logp, int64_t K, double *dlogp) {
+    double sum = 0;
+    for (int64_t k = 0; k < K; k++) {
+        double log_q = mt_maximum(teacher_logp[k], min_clamp), q = exp(log_q);
+        if (q != 0) sum += q * (log_q - mt_maximum(logp[k], min_clamp));
+        dlogp[k] = logp[k] > min_clamp ? -q : 0;
+    }
+    return sum;
+}
+
 /* The term of on-policy distillation. POLICY_GRADIENT: a PPO loss whose advantage, a constant of the gradient, is the
- * negative divergence. *divergence: before it is clipped. */
+ * negative divergence. *divergence: before it is clipped. MT_KL_FORWARD_TOPK: the term's dlogp is its derivative by
+ * the divergence, unless POLICY_GRADIENT. */
 static mt_policy_term mt_distill_token(const mt_loss_tokens *t, const mt_distill_policy_config *c, int64_t i,
                                        double *divergence) {
-    double slope, d = *divergence = mt_kl_estimate(c->type, t->logp[i], t->teacher_logp[i], &slope);
+    bool topk = c->type == MT_KL_FORWARD_TOPK;
+    double slope = topk && t->divergence[i] >= 0, d;
+    d = topk ? mt_maximum(t->divergence[i], 0) : mt_kl_estimate(c->type, t->logp[i], t->teacher_logp[i], &slope);
+    *divergence = d;
     if (c->max_clamp > 0 && fabs(d) > c->max_clamp) d = d > 0 ? c->max_clamp : -c->max_clamp, slope = 0;
     mt_policy_term term = {.loss = d, .dlogp = slope};
     if (c->in == MT_DISTILL_IN_POLICY_GRADIENT) {
@@ -6182,7 +6200,9 @@ static void mt_policy_add(const mt_loss_tokens *t, const mt_policy_config *c, in
     if (t->advantages && !alone) term = mt_policy_token(t, c, i, sequence);
     if (distills) distilled = mt_distill_token(t, d, i, &divergence);
     sums->loss += weight * (term.loss + kl_coef * kl - entropy_coef * entropy + distilled.loss);
-    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + kl_coef * dkl + distilled.dlogp);
+    bool by_divergence = distills && d->in == MT_DISTILL_IN_LOSS && d->type == MT_KL_FORWARD_TOPK;
+    if (by_divergence && t->ddivergence) t->ddivergence[i] += weight * distilled.dlogp;
+    if (t->dlogp) t->dlogp[i] += weight * (term.dlogp + kl_coef * dkl + (by_divergence ? 0 : distilled.dlogp));
     if (t->dentropy) t->dentropy[i] -= weight * entropy_coef;
     sums->metrics[MT_POLICY_TOKENS] += 1;
     sums->metrics[MT_POLICY_CLIPFRAC] += term.clipped;
@@ -12225,14 +12245,18 @@ MT_HOST_LOSS(mt_policy, .inputs = 1 << MT_OLD_LOGP | 1 << MT_ADVANTAGES, .metric
 MT_HOST_LOSS(mt_value, .of_values = true, .inputs = 1 << MT_RETURNS | 1 << MT_OLD_VALUES, .metrics = mt_value_metrics)
 MT_HOST_LOSS(mt_distillation, .metrics = mt_distillation_metrics)
 
+/* The factor of logits before a softmax: reinforcement learning has the temperature of its samples. */
+static float mt_logit_scale(const mt_model *m) {
+    return m->options->stage == MT_STAGE_RL ? (float)(1 / m->options->temperature) : 1;
+}
+
 /* The operands of the cross-entropy of an output's logits. Its backward overwrites the logits with their gradient. */
 static mt_cross_entropy_args mt_head_cross_entropy(const mt_model *m, const mt_pass *p, const mt_output *out,
                                                    const int32_t *labels) {
     mt_cross_entropy_args a = {.T = p->T, .stride = m->V, .first = m->vocab_first, .count = m->vocab_count};
     a.logits = a.dlogits = out->logits, a.labels = labels, a.stats = m->row_stats, a.parts = m->loss_parts;
     a.entropy = out->entropy, a.lse = out->lse, a.dlogp = out->dlogp, a.dentropy = out->dentropy;
-    a.loss_scale = m->loss_scale;
-    if (m->options->stage == MT_STAGE_RL) a.logit_scale = (float)(1 / m->options->temperature); // of the samples
+    a.loss_scale = m->loss_scale, a.logit_scale = mt_logit_scale(m);
     return a;
 }
 
@@ -12267,6 +12291,9 @@ enum {
     MT_HOST_DLOGP,
     MT_HOST_DENTROPY,
     MT_HOST_DIVERGENCE,
+    MT_HOST_DDIVERGENCE, // of mt_loss.topk, as the next two, which are a rank's alone
+    MT_HOST_LSE,
+    MT_HOST_MASS, // the divergence's derivative by the log-sum-exp of a token
     MT_HOST_HIDDEN,
     MT_NUM_HOST_NUMBERS
 };
@@ -12336,6 +12363,22 @@ static void mt_host_loss_suspect(double not_finite[MT_NUM_OPERANDS], const mt_lo
     }
 }
 
+/* The derivatives of the loss by the logits of the teacher's labels, from those of the divergence. The derivative by a
+ * token's log-sum-exp goes through dlogp: the backward of the cross-entropy multiplies it by the probabilities, and
+ * subtracts it at the label, where mt_topk_row has added it. */
+static void mt_topk_weigh(mt_model *m, const mt_pass *p) {
+    const mt_teacher_logits *teacher = p->mb->teacher;
+    mt_host_loss *h = m->host_loss;
+    for (int64_t i = 0; i < teacher->count; i++) {
+        int64_t t = teacher->tokens[i], position = p->context ? mt_context_position(p->context, t) : t;
+        double slope = h->numbers[MT_HOST_DDIVERGENCE][position];
+        for (int64_t k = 0; k < teacher->K; k++)
+            teacher->logits[i * teacher->K + k] = (float)(slope * (double)teacher->logits[i * teacher->K + k]);
+        h->numbers[MT_HOST_DLOGP][position] -= slope * (double)h->staged[MT_HOST_MASS][t];
+    }
+    p->mb->divergence_factor = 1;
+}
+
 /* The loss of the gathered numbers. Sums count once: on the first of the ranks that share the micro-batch. */
 static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     mt_host_loss *h = m->host_loss;
@@ -12354,13 +12397,16 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
     memset(h->numbers[MT_HOST_DLOGP], 0, (size_t)n * 8);
     memset(h->numbers[MT_HOST_DENTROPY], 0, (size_t)n * 8);
     tokens.mask = p->whole->loss_mask;
-    if (m->plan.loss->distillation) tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
+    memset(h->numbers[MT_HOST_DDIVERGENCE], 0, (size_t)n * 8);
+    if (m->plan.loss->distillation || m->plan.loss->topk) tokens.divergence = h->numbers[MT_HOST_DIVERGENCE];
+    if (m->plan.loss->topk) tokens.ddivergence = h->numbers[MT_HOST_DDIVERGENCE];
     if (m->plan.num_taps > 0) tokens.hidden = h->numbers[MT_HOST_HIDDEN];
     *(has_values ? &tokens.values : &tokens.logp) = h->numbers[MT_HOST_LOGP];
     *(has_values ? &tokens.dvalues : &tokens.dlogp) = h->numbers[MT_HOST_DLOGP];
     if (uses_entropy) tokens.entropy = h->numbers[MT_HOST_ENTROPY], tokens.dentropy = h->numbers[MT_HOST_DENTROPY];
     m->plan.loss->host(m->plan.loss->config, &tokens, &sums);
     p->mb->divergence_factor = sums.divergence_factor, p->mb->hidden_factor = sums.hidden_factor;
+    if (m->plan.loss->topk) mt_topk_weigh(m, p);
     mt_host_loss_scatter(m, p, MT_HOST_DLOGP, out->dlogp);
     if (uses_entropy) mt_host_loss_scatter(m, p, MT_HOST_DENTROPY, out->dentropy);
     if (p->replay || (p->context && p->context->plan.ring->rank + p->context->plan.a2a->rank > 0)) return;
@@ -12378,6 +12424,7 @@ static void mt_host_loss_forward(mt_model *m, const mt_pass *p, const mt_output 
 /* A piece of a micro-batch's tokens: as many as the host has room for. */
 typedef struct mt_distilled {
     const int32_t *tokens; // [rows] ascending
+    const int32_t *ids;    // [rows, K] of the teacher; or NULL
     int64_t rows, n;       // n: rows of K numbers
     float *own, *teacher;  // [rows, K] logits of the student at the teacher's ids, and the teacher's or derivatives
     void *logits;          // on the device, of the first token: those of h->index
@@ -12398,6 +12445,7 @@ static bool mt_distill_next(mt_model *m, const mt_pass *p, const mt_output *out,
             h->index[rows * K + k] = here ? (int32_t)((t[rows] - t[0]) * m->V + id) : -1;
         }
     *piece = (mt_distilled){.tokens = t, .rows = rows, .n = rows * K, .teacher = teacher->logits + first * K};
+    if (teacher->ids) piece->ids = teacher->ids + first * K;
     piece->own = mt_row_open(h->floats, h->values, 0, m->dtype);
     piece->logits = mt_at(out->logits, t[0] * m->V, m->dtype);
     m->ops->memory_copy(h->device_index, h->index, piece->n * 4, p->stream);
@@ -12408,11 +12456,48 @@ static bool mt_distill_next(mt_model *m, const mt_pass *p, const mt_output *out,
     return true;
 }
 
+/* Keeps the tokens of this rank of a whole micro-batch; both ascend. */
+static void mt_teacher_take_own(const mt_pass *p, mt_teacher_logits *teacher) {
+    int64_t kept = 0, K = teacher->K, H = teacher->num_hidden * teacher->width, count = teacher->count;
+    if (!teacher->of_whole) return;
+    teacher->of_whole = false;
+    if (!p->context) return;
+    for (int64_t i = 0, t = 0; i < count; i++) {
+        while (t < p->T && mt_context_position(p->context, t) < teacher->tokens[i]) t++;
+        if (t == p->T || mt_context_position(p->context, t) != teacher->tokens[i]) continue;
+        teacher->tokens[kept] = (int32_t)t;
+        if (teacher->ids) memmove(teacher->ids + kept * K, teacher->ids + i * K, (size_t)K * 4);
+        if (teacher->hidden) memmove(teacher->hidden + kept * H, teacher->hidden + i * H, (size_t)H * 4);
+        memmove(teacher->logits + kept++ * K, teacher->logits + i * K, (size_t)K * 4);
+    }
+    teacher->count = kept;
+}
+
+/* The divergence of row r of a piece by mt_loss.topk. student[K] are logits, and become log-probabilities;
+ * dlogits[K]: the derivatives of the divergence by these logits where the log-sum-exp is constant, and at the label
+ * also that by the log-sum-exp, which the backward of the cross-entropy subtracts there. */
+static double mt_topk_row(mt_model *m, const mt_pass *p, const mt_distilled *piece, int64_t r, double *student,
+                          const double *teacher, double *dlogits) {
+    mt_host_loss *h = m->host_loss;
+    int64_t t = piece->tokens[r], K = piece->n / piece->rows;
+    const int32_t *ids = piece->ids + r * K;
+    int32_t label = p->whole->labels[p->context ? mt_context_position(p->context, t) : t];
+    double scale = (double)mt_logit_scale(m), mass = 0;
+    for (int64_t k = 0; k < K; k++) student[k] = scale * student[k] - (double)h->staged[MT_HOST_LSE][t];
+    double divergence = mt_topk_divergence(m->plan.loss->topk->min_clamp, student, teacher, K - 1, dlogits);
+    for (int64_t k = 0; k < K - 1; k++) mass -= dlogits[k];
+    dlogits[K - 1] = 0;
+    for (int64_t k = 0; k < K; k++) dlogits[k] = scale * (dlogits[k] + (ids[k] == label ? mass : 0));
+    h->staged[MT_HOST_MASS][t] = (float)mass;
+    return divergence;
+}
+
 /* The divergence of every token; its derivatives replace the teacher's logits. */
 static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *out) {
     const mt_distillation_config *c = m->plan.loss->distillation;
     mt_host_loss *h = m->host_loss;
     mt_distilled piece = {0};
+    if (!c) m->ops->memory_copy(h->staged[MT_HOST_LSE], out->lse, p->T * 4, p->stream); // mt_distill_next waits for it
     memset(h->staged[MT_HOST_DIVERGENCE], 0, (size_t)p->T * 4);
     while (mt_distill_next(m, p, out, &piece)) {
         int64_t K = piece.n / piece.rows;
@@ -12423,7 +12508,8 @@ static void mt_distill_forward(mt_model *m, const mt_pass *p, const mt_output *o
             float *other = piece.teacher + r * K;
             double *student = h->doubles + 3 * r * K, *taught = student + K, *dstudent = taught + K, divergence;
             for (int64_t k = 0; k < K; k++) student[k] = (double)own[k], taught[k] = (double)other[k];
-            divergence = mt_divergence(&c->divergence, student, taught, K, dstudent);
+            divergence = c ? mt_divergence(&c->divergence, student, taught, K, dstudent)
+                           : mt_topk_row(m, p, &piece, r, student, taught, dstudent);
             h->staged[MT_HOST_DIVERGENCE][piece.tokens[r]] = (float)divergence;
             for (int64_t k = 0; k < K; k++) other[k] = (float)dstudent[k];
         }
@@ -12541,7 +12627,7 @@ static void mt_head_backward(mt_model *m, const mt_pass *p, const mt_output *out
         m->ops->cross_entropy_backward(&cross_entropy, m->dtype, p->stream);
     else
         mt_values_backward(m, p, out);
-    if (m->plan.loss->distillation) mt_distill_backward(m, p, out);
+    if (m->plan.loss->distillation || m->plan.loss->topk) mt_distill_backward(m, p, out);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_linear_backward(mt_linears(p), &m->outer.head, &head, MT_BACKWARD_BOTH);
@@ -13220,8 +13306,10 @@ static void mt_loss_forward(mt_model *m, const mt_pass *p) {
     else
         mt_head_values(m, p, out), entropy = NULL;
     if (m->plan.loss->host || scores) mt_host_loss_gather(m, p, entropy);
-    p->mb->teacher = p->whole->teacher;
-    if (m->plan.loss->distillation && !scores) mt_distill_forward(m, p, out), mt_hidden_forward(m, p);
+    p->mb->teacher = scores ? NULL : p->whole->teacher;
+    if (p->mb->teacher) mt_teacher_take_own(p, p->mb->teacher);
+    if ((m->plan.loss->distillation || m->plan.loss->topk) && !scores) mt_distill_forward(m, p, out);
+    if (m->plan.loss->distillation && !scores) mt_hidden_forward(m, p);
     if (scores)
         h->sink(h->sink_context, h->micro_batch, p->whole, h->numbers[MT_HOST_LOGP],
                 entropy ? h->numbers[MT_HOST_ENTROPY] : NULL);
@@ -16985,7 +17073,9 @@ static void mt_host_loss_open(mt_model *m) {
     mt_host_loss *h = m->host_loss = mt_model_calloc(m, (int64_t)sizeof *h);
     double *numbers = mt_model_calloc(m, (MT_NUM_HOST_NUMBERS + MT_NUM_LOSS_INPUTS) * n * 8);
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++) h->inputs[i] = numbers + (MT_NUM_HOST_NUMBERS + i) * n;
-    int64_t picked = h->capacity = m->plan.loss->distillation ? mt_max(1 << 18, m->options->vocab_size) : 0;
+    int64_t picked = h->capacity = 0; // of a piece of distillation
+    if (m->plan.loss->distillation || m->plan.loss->topk)
+        picked = h->capacity = mt_max(1 << 18, m->options->vocab_size + 1);
     h->sums = m->ops->memory_alloc_host((int64_t)sizeof *h->sums + MT_NUM_HOST_NUMBERS * T * 4 + picked * 8);
     for (int i = 0; i < MT_NUM_HOST_NUMBERS; i++)
         h->numbers[i] = numbers + i * n, h->staged[i] = (float *)(void *)(h->sums + 1) + i * T;

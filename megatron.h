@@ -463,14 +463,16 @@ typedef enum mt_policy_variant {
                         // gradient by r (2503.14286)
     MT_POLICY_OPMD,     // -A logp / (1 + beta) (Trinity-RFT)
     MT_POLICY_SPPO,     // -A log r, r clipped (Trinity-RFT; 2108.05828)
+    MT_POLICY_SAPO_DETACHED, // -A logp 4 / tau sigmoid(tau (r - 1)), without a gradient by r (Trinity-RFT's sapo)
 } mt_policy_variant;
 /* Estimators of KL(policy | reference) from one sample (Schulman, "Approximating KL divergence"); x = ref_logp - logp.
  */
 typedef enum mt_kl_type {
-    MT_KL_K1,  // -x
-    MT_KL_ABS, // |x|
-    MT_KL_K2,  // x^2 / 2
-    MT_KL_K3,  // exp(x) - x - 1, at most 10; x within +-20
+    MT_KL_K1,          // -x
+    MT_KL_ABS,         // |x|
+    MT_KL_K2,          // x^2 / 2
+    MT_KL_K3,          // exp(x) - x - 1, at most 10; x within +-20
+    MT_KL_FORWARD_TOPK // no estimator: KL(teacher | policy) over the teacher's k most probable labels, of distillation
 } mt_kl_type;
 /* Preferences, with h = (logp - ref_logp of chosen) - (logp - ref_logp of rejected), sums over counted tokens. */
 typedef enum mt_preference_variant {
@@ -3074,6 +3076,7 @@ typedef struct mt_loss_tokens {
     const double *rollout_weights, *selected;                              // [T] of a policy loss; NULL: 1, none
     const double *teacher_logp;                                            // [T] on-policy distillation; or NULL
     double *dlogp, *dentropy, *dvalues; // [T] += derivatives of sums->loss; NULL where not wanted
+    double *ddivergence;                // [T] the same, of a policy loss with MT_KL_FORWARD_TOPK
 } mt_loss_tokens;
 
 /* Sums over sequences; a loss adds to them. The loss of a step is loss / count, however its sequences are spread over
@@ -3094,7 +3097,7 @@ typedef struct mt_aggregation {
 } mt_aggregation;
 
 /* On-policy distillation: the divergence D of the policy from the teacher at the tokens that the policy wrote, by an
- * estimator of `type`, as verl's distillation_ppo_loss has it. */
+ * estimator of `type` or over the teacher's most probable labels, as verl's distillation_ppo_loss has it. */
 typedef struct mt_distill_policy_config {
     mt_distillation_in in; // LOSS, POLICY_GRADIENT; otherwise the loss has no such term
     mt_kl_type type;
@@ -3103,6 +3106,7 @@ typedef struct mt_distill_policy_config {
     double clip_ratio_low, clip_ratio_high; // POLICY_GRADIENT: PPO's range, apart from that of the policy loss
     double clip_ratio_c;                    // dual clipping; 0: none
     bool alone;                             // the loss has no other term
+    double min_clamp;                       // MT_KL_FORWARD_TOPK: of log-probabilities; -INFINITY: none
 } mt_distill_policy_config;
 
 /* policy weight + kl_coef KL - entropy_coef entropy + distillation. */
@@ -3113,14 +3117,14 @@ typedef struct mt_policy_config {
     double clip_ratio_high;        // [-log(1 + low), log(1 + high)]; DPPO: bounds of the divergence
     double clip_ratio_c;           // dual clipping, above 1; DPPO: of the ratio; 0: none
     double beta;                   // DRO, KIMI15, OPMD
-    double tau_pos, tau_neg;       // SAPO: for A > 0, and others
+    double tau_pos, tau_neg;       // SAPO, SAPO_DETACHED: for A > 0, and others
     double weight_pos, weight_neg; // TOPR: of the two kinds of responses
     double kl_cov_coef;            // KL_COV
     double cov_share;              // KL_COV, CLIP_COV: the share of tokens that is selected, at least one
     double cov_low, cov_high;      // CLIP_COV: the range of covariances from which they are drawn
     double kl_coef, entropy_coef;  // 0: none, and ref_logp or entropy may be NULL
     mt_kl_type kl_type;
-    mt_distill_policy_config distillation; // reads teacher_logp
+    mt_distill_policy_config distillation; // reads teacher_logp, or `divergence`
 } mt_policy_config;
 
 /* A row of the table of policy losses: operands that only some of them read. */
@@ -3141,16 +3145,23 @@ enum {
     MT_POLICY_PPO_KL,         // old_logp - logp
     MT_POLICY_REF_KL,         // by kl_type; 0 without ref_logp
     MT_POLICY_ENTROPY,
-    MT_POLICY_DISTILLATION, // D before it is clipped; 0 without teacher_logp
+    MT_POLICY_DISTILLATION, // D before it is clipped; 0 without distillation
 };
 
 /* Adds to sums and to t->dlogp, t->dentropy. Reads logp, old_logp (NULL: the policy is the old one, r = 1), advantages
  * (NULL: no policy loss), rollout_weights (a sequence's geometric mean with GMPO), selected (KL_COV, CLIP_COV, TOPR),
- * with their coefficients ref_logp and entropy, and with distillation teacher_logp. */
+ * with their coefficients ref_logp and entropy, and with distillation teacher_logp, or with MT_KL_FORWARD_TOPK the
+ * divergence, where a sum below 0 counts as 0. */
 void mt_policy_loss(const mt_loss_tokens *t, const mt_policy_config *c, mt_loss_sums *sums);
 
-/* KL's estimate for one token; *dlogp: its derivative by logp. */
+/* KL's estimate for one token, by any type but MT_KL_FORWARD_TOPK; *dlogp: its derivative by logp. */
 double mt_kl_estimate(mt_kl_type type, double logp, double ref_logp, double *dlogp);
+
+/* MT_KL_FORWARD_TOPK of one token: the sum of q (log q - log p) over K labels, with log-probabilities log p of the
+ * policy and log q of the teacher in the whole vocabulary, each at least min_clamp; labels with q = 0 add nothing. The
+ * probabilities of K labels do not add up to 1, so that the sum can be negative. dlogp[K]: its derivatives by log p,
+ * -q, or 0 where log p is not above min_clamp; may be teacher_logp. */
+double mt_topk_divergence(double min_clamp, const double *logp, const double *teacher_logp, int64_t K, double *dlogp);
 
 /* The value loss max((v - R)^2, (clip(v, v_old +- clip) - R)^2) / 2. */
 typedef struct mt_value_config {
@@ -3569,9 +3580,12 @@ typedef enum mt_loss_input {
 } mt_loss_input;
 
 /* Distillation: logits of the teacher for the tokens of a rank whose label counts, and its hidden states. They stay in
- * memory until the step ends. The student's forward replaces logits and hidden states by derivatives. */
+ * memory until the step ends. The student's forward replaces logits and hidden states by derivatives.
+ * mt_loss.topk reads log-probabilities of K - 1 labels; the last id of a token is its label's, or -1 where that is
+ * among the others. */
 typedef struct mt_teacher_logits {
-    int64_t K, count; // K is at most the vocabulary
+    int64_t K, count; // K is at most the vocabulary, and one more with mt_loss.topk
+    bool of_whole;    // tokens number those of the whole micro-batch: a forward keeps the rank's own, and clears this
     int32_t *tokens;  // [count] numbers of these tokens among those of this rank, ascending
     int32_t *ids;     // [count, K] places in the vocabulary, all of a token different; NULL: 0 to K - 1
     float *logits;    // [count, K]
@@ -3753,7 +3767,8 @@ typedef struct mt_loss {
     void (*host)(const void *config, const mt_loss_tokens *tokens, mt_loss_sums *sums);
     const void *config;                         // of `host`
     const mt_loss_metric *metrics;              // of `host`, ended by a row without a name; NULL: none
-    const mt_distillation_config *distillation; // NULL: `host` reads no divergence
+    const mt_distillation_config *distillation; // of `host`, which then reads the divergence; or NULL
+    const mt_distill_policy_config *topk;       // the same, by mt_topk_divergence
 } mt_loss;
 
 /* Pre-training: the weighted sum of negative log-probabilities. */

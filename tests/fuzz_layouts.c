@@ -326,7 +326,7 @@ static const row rl_rows[] = {
      "--topr-positive-weight 2;--pg-variant dppo_tv --clip-ratio 0.05;--pg-variant dppo_kl --clip-ratio 0.01;"
      "--pg-variant dro --dro-beta 0.1;--pg-variant kimi15;--pg-variant kl_cov --kl-cov-ratio 1 --ppo-kl-coef 1e-4;"
      "--pg-variant clip_cov --clip-cov-ratio 0.2 --clip-cov-lb -100 --clip-cov-ub 100;--pg-variant tis "
-     "--tis-upper-bound 1.1;--pg-variant opmd;--pg-variant sppo --clip-ratio 0.1"},
+     "--tis-upper-bound 1.1;--pg-variant opmd;--pg-variant sppo --clip-ratio 0.1;--pg-variant sapo_detached"},
     {30, RL, "gspo&gmpo&sapo",
      "--loss-agg-mode seq-mean-token-sum;--loss-agg-mode seq-mean-token-mean;--loss-agg-mode seq-mean-token-sum-norm"},
     {50, RL, "",
@@ -338,7 +338,10 @@ static const row rl_rows[] = {
     {20, RL, "",
      "--distillation-in loss --self-distillation lagging --teacher-interval 2;--distillation-in policy-gradient "
      "--distillation-loss-max-clamp 0.1 --self-distillation lagging --teacher-interval 2;--distillation-in advantages "
-     "--distillation-loss-mode k2 --self-distillation lagging --teacher-interval 3"},
+     "--distillation-loss-mode k2 --self-distillation lagging --teacher-interval 3;"
+     // not in the loss: its gradient jumps where the divergence is 0, as between a student and its copy
+     "--distillation-in policy-gradient --distillation-loss-mode forward_kl_topk --distillation-topk 3 "
+     "--distillation-log-prob-min-clamp -4 --self-distillation lagging --teacher-interval 2"},
     {30, RL, "", "--ppo-epochs 2"},
     {15, RL, "", "--no-shuffle-mini-batches;--no-shuffle-prompts"},
     {20, RL, "", "--entropy-coeff 0.01"},

@@ -23,6 +23,7 @@ typedef struct teacher {
     mt_loss loss;
     int64_t K;
     bool knows_labels; // gives each label a probability of nearly 1
+    bool topk;         // log-probabilities of K - 1 labels, and the id of the token's own
     mt_teacher_logits logits;
     int32_t tokens[TOKENS], ids[TOKENS * VOCABULARY];
     float values[TOKENS * VOCABULARY], hidden[TOKENS * PAIRS * HIDDEN];
@@ -46,7 +47,12 @@ static void teach(teacher *from, mt_batch *batch) {
             int64_t at = row * from->K + k, id = from->logits.ids ? (t * 11 + k * 5) % VOCABULARY : k;
             from->ids[at] = (int32_t)id, from->values[at] = 2 * sinf((float)(t * 17 + id * 5));
             if (from->knows_labels) from->values[at] = id == batch->labels[t] ? 60 : 0;
+            if (from->topk) from->values[at] = logf(0.9f * (float)(k + 1) / (float)(from->K * from->K));
         }
+        int32_t *ids = from->ids + row * from->K;
+        if (from->topk) ids[from->K - 1] = batch->labels[t];
+        for (int64_t k = 0; k < from->K - 1 && from->topk; k++)
+            if (ids[k] == batch->labels[t]) ids[from->K - 1] = -1;
     }
     batch->teacher = &from->logits;
 }
@@ -60,6 +66,7 @@ static int fill(void *context, int64_t index, mt_batch *batch, mt_error *error) 
     for (int64_t t = 0; t < TOKENS; t++) {
         batch->tokens[t] = (int32_t)(t * t * 7 % 61), batch->labels[t] = (int32_t)(t * 13 % VOCABULARY);
         batch->positions[t] = (int32_t)(t % 16), batch->loss_mask[t] = 1, batch->token_index[t] = t;
+        batch->loss_inputs[MT_ADVANTAGES][t] = 0.3f * (float)(t % 7 - 3);
     }
     if (the_teacher) teach(the_teacher, batch);
     return 0;
@@ -95,6 +102,7 @@ static void forward_with_entropy(const mt_ops *ops, const mt_loss_args *a, mt_st
 
 static const mt_loss with_entropy = {.uses_entropy = true, .forward = forward_with_entropy};
 static const mt_loss *the_loss; // of models that subject_open opens; NULL: the default
+static double the_temperature;  // of their samples, as in reinforcement learning; 0: none
 
 static void subject_open(subject *s, const char *words) {
     char line[1024], *arguments[128];
@@ -110,6 +118,7 @@ static void subject_open(subject *s, const char *words) {
     if (mt_options_parse(&s->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0 ||
         mt_options_finish(&s->options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         fail_msg("%s", error.text);
+    if (the_temperature > 0) s->options.stack.stage = MT_STAGE_RL, s->options.stack.temperature = the_temperature;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = 16, .train = true};
     plan.loss = the_loss;
     for (int k = 0; the_teacher && k < the_teacher->config.num_pairs; k++)
@@ -360,6 +369,36 @@ static void gradients_of_distillation_are_slopes_of_its_loss(void **state) {
     the_teacher = NULL, the_loss = NULL;
 }
 
+/* The forward divergence over the teacher's most probable labels beside a policy's loss, whose formula test_losses.c
+ * compares with verl's: alone and with other terms, at a temperature, with a clamp. */
+static void gradients_of_topk_distillation_are_slopes_of_its_loss(void **state) {
+    (void)state;
+    static teacher from;
+    static const mt_policy_config cases[] = {
+        {.distillation = {MT_DISTILL_IN_LOSS, MT_KL_FORWARD_TOPK, 1.5, .alone = true, .min_clamp = -INFINITY}},
+        {.variant = MT_POLICY_GPG,
+         .entropy_coef = 0.3,
+         .distillation = {MT_DISTILL_IN_LOSS, MT_KL_FORWARD_TOPK, 0.5, .min_clamp = -4.5}},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *words = i == 0 ? "--num-layers 2" : "--num-layers 1 --untie-embeddings-and-output-weights";
+        subject s;
+        int roles = 0, with = 0;
+        from = (teacher){.K = 8, .topk = true, .loss = mt_policy};
+        from.loss.inputs = i == 0 ? 0 : 1 << MT_ADVANTAGES;
+        from.loss.uses_entropy = cases[i].entropy_coef > 0;
+        from.loss.config = &cases[i], from.loss.topk = &cases[i].distillation;
+        the_teacher = &from, the_loss = &from.loss, the_temperature = 0.8;
+        subject_open(&s, words);
+        for (int64_t row = 0; row < from.logits.count; row++) with += from.ids[row * from.K + from.K - 1] < 0;
+        assert_true(with > 0 && with < from.logits.count); // the label is among the teacher's, or not
+        for (int role = 0; role < MT_NUM_ROLES; role++) roles += expect_slope(&s, (mt_role)role, words);
+        assert_true(roles >= 10);
+        subject_close(&s);
+    }
+    the_teacher = NULL, the_loss = NULL, the_temperature = 0;
+}
+
 #define HIDDEN_PAIRS                                                                                                   \
     .num_pairs = PAIRS,                                                                                                \
     .pairs = {{0, 0, MT_HIDDEN_COSINE}, {MT_TAP_FINAL_NORM, 0, MT_HIDDEN_COSINE}, {1, 0, MT_HIDDEN_MSE}}
@@ -520,6 +559,7 @@ int main(void) {
         cmocka_unit_test(a_router_with_drawn_logits_gets_their_gradient),
         cmocka_unit_test(gradients_of_a_loss_with_entropy_are_its_slopes),
         cmocka_unit_test(gradients_of_distillation_are_slopes_of_its_loss),
+        cmocka_unit_test(gradients_of_topk_distillation_are_slopes_of_its_loss),
         cmocka_unit_test(gradients_of_hidden_state_losses_are_slopes),
         cmocka_unit_test(balances_have_the_gradients_of_their_weights),
         cmocka_unit_test(a_teacher_that_is_sure_gives_the_gradients_of_labels),

@@ -336,7 +336,7 @@ static void distillation_terms_equal_hand_computed_numbers(void **state) {
     }
     // PPO's loss with advantages -1, 1.5 and, clipped, -4: the ratio of the first is above its range, which a negative
     // advantage does not profit from; that of the last is below, and is clipped
-    mt_distill_policy_config c = {MT_DISTILL_IN_POLICY_GRADIENT, MT_KL_K1, 1, 4, 0.2, 0.2, 3, true};
+    mt_distill_policy_config c = {MT_DISTILL_IN_POLICY_GRADIENT, MT_KL_K1, 1, 4, 0.2, 0.2, 3, true, 0};
     mt_loss_sums sums = distill(&c, NULL, gradient);
     double ratio = exp(0.5);
     assert_near(sums.loss, ratio - 1.5 + 4 * 0.8, "policy gradient");
@@ -454,6 +454,8 @@ static double other_loss(mt_policy_variant variant, double logp, double old_logp
         return -a * fmin(fmax(x, -log(1.2)), log(1.3));
     case MT_POLICY_CLIP_COV:
         return selected ? 0 : fmax(-a * r, -a * low);
+    case MT_POLICY_SAPO_DETACHED: // taus 1 and 1.05
+        return -a * logp * 4 / (a > 0 ? 1 : 1.05) / (1 + exp(-(a > 0 ? 1 : 1.05) * (r - 1)));
     }
     fail_msg("variant %d", (int)variant);
     return 0;
@@ -461,19 +463,22 @@ static double other_loss(mt_policy_variant variant, double logp, double old_logp
 
 static void losses_of_other_programs_equal_their_formulas(void **state) {
     (void)state;
-    static const mt_policy_variant variants[] = {MT_POLICY_TIS,  MT_POLICY_TOPR, MT_POLICY_KIMI15,
-                                                 MT_POLICY_OPMD, MT_POLICY_SPPO, MT_POLICY_CLIP_COV};
+    static const mt_policy_variant variants[] = {MT_POLICY_TIS,          MT_POLICY_TOPR, MT_POLICY_KIMI15,
+                                                 MT_POLICY_OPMD,         MT_POLICY_SPPO, MT_POLICY_CLIP_COV,
+                                                 MT_POLICY_SAPO_DETACHED};
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
-    for (int v = 0; v < 6; v++) {
+    for (int v = 0; v < 7; v++) {
         mt_policy_config c = {.variant = variants[v], .clip_ratio_low = 0.2, .clip_ratio_high = 0.3, .beta = 0.4};
-        c.weight_pos = 2, c.weight_neg = 0.5;
+        static double dlogp[MAX_TOKENS];
+        c.weight_pos = 2, c.weight_neg = 0.5, c.tau_pos = 1, c.tau_neg = 1.05;
+        memset(dlogp, 0, sizeof dlogp);
         mt_loss_tokens t = loss_tokens();
         mt_loss_sums sums = {0};
         double loss = 0, count = 0;
         for (int64_t i = 0; i < in.tokens; i++) in.selected[i] = i % 3 == 0;
-        t.selected = in.selected;
+        t.selected = in.selected, t.dlogp = dlogp;
         for (int64_t i = 0; i < in.tokens; i++) {
             if (in.mask[i] == 0) continue;
             loss += other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], i % 3 == 0);
@@ -482,6 +487,11 @@ static void losses_of_other_programs_equal_their_formulas(void **state) {
         mt_policy_loss(&t, &c, &sums);
         assert_near(sums.loss, loss, "variant");
         assert_near(sums.count, count, "variant");
+        for (int64_t i = 0; i < in.tokens && variants[v] == MT_POLICY_SAPO_DETACHED; i++) // the gate is a constant
+            if (in.mask[i] != 0)
+                assert_near(dlogp[i],
+                            other_loss(variants[v], in.logp[i], in.old_logp[i], in.advantages[i], false) / in.logp[i],
+                            "gradient");
     }
 }
 
@@ -490,7 +500,7 @@ static void a_weight_that_is_not_finite_reaches_the_loss(void **state) {
     json_t *root = read_golden();
     read_inputs(root);
     json_decref(root);
-    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++) {
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SAPO_DETACHED; variant++) {
         mt_policy_config c = {.variant = (mt_policy_variant)variant, .clip_ratio_low = 0.2, .clip_ratio_high = 0.3};
         c.beta = c.tau_pos = c.tau_neg = c.weight_pos = c.weight_neg = c.kl_cov_coef = 0.5;
         mt_loss_tokens t = loss_tokens();
@@ -1112,7 +1122,7 @@ static void large_ratios_stay_finite(void **state) {
     mt_span span = {0, 2, 0, 2, true};
     float mask[] = {1, 1};
     double logp[] = {-1, -2000}, other[] = {-1500, -1}, advantages[] = {-1, 1}, dlogp[2];
-    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SPPO; variant++)
+    for (int variant = MT_POLICY_PPO; variant <= MT_POLICY_SAPO_DETACHED; variant++)
         for (int type = MT_KL_K1; type <= MT_KL_K3; type++) {
             mt_policy_config c = {.variant = (mt_policy_variant)variant,
                                   .clip_ratio_low = 0.2,
@@ -1254,6 +1264,70 @@ static double off(const json_t *wanted, const double *got, size_t count) {
     double most = 0;
     for (size_t i = 0; i < count; i++) most = fmax(most, fabs(got[i] - at(wanted, i)));
     return most;
+}
+
+/* verl's forward_kl_topk as a term of the loss (tests/golden/make_topk.py), and by these divergences as the advantages
+ * of a policy loss. */
+static void topk_distillation_equals_verl(void **state) {
+    (void)state;
+    enum { T = 6, V = 9, K = 4 };
+    json_error_t problem;
+    json_t *root = json_load_file("tests/golden/losses/topk.json", 0, &problem);
+    if (!root) fail_msg("tests/golden/losses/topk.json:%d: %s", problem.line, problem.text);
+    const json_t *logits = json_object_get(root, "student"), *cases = json_object_get(root, "cases");
+    const json_t *ids = json_object_get(root, "ids"), *logps = json_object_get(root, "teacher_logps");
+    static const mt_span span = {0, T, 0, T, true};
+    assert_true(json_array_size(cases) == 4);
+    for (size_t n = 0; n < json_array_size(cases); n++) {
+        const json_t *wanted = json_array_get(cases, n), *min_clamp = json_object_get(wanted, "min_clamp");
+        double divergence[T], slopes[T][K], p[T][V], ddivergence[T] = {0}, dlogp[T] = {0}, old[T] = {0}, ratio = 1.1;
+        float mask[T];
+        mt_policy_config c = {.distillation = {MT_DISTILL_IN_LOSS, MT_KL_FORWARD_TOPK, 1, .alone = true}};
+        c.distillation.min_clamp = json_is_null(min_clamp) ? -INFINITY : json_number_value(min_clamp);
+        c.distillation.max_clamp = json_number_value(json_object_get(wanted, "max_clamp"));
+        for (size_t t = 0; t < T; t++) {
+            double sum = 0, log_p[K], log_q[K];
+            for (size_t i = 0; i < V; i++) sum += exp(at(json_array_get(logits, t), i));
+            for (size_t i = 0; i < V; i++) p[t][i] = exp(at(json_array_get(logits, t), i)) / sum;
+            for (size_t k = 0; k < K; k++) {
+                log_p[k] = log(p[t][(int)at(json_array_get(ids, t), k)]);
+                log_q[k] = at(json_array_get(logps, t), k);
+            }
+            mask[t] = (float)at(json_object_get(root, "mask"), t);
+            divergence[t] = mt_topk_divergence(c.distillation.min_clamp, log_p, log_q, K, slopes[t]);
+            assert_near(divergence[t], at(json_object_get(wanted, "divergence"), t), "divergence");
+        }
+        mt_loss_tokens tokens = {.T = T, .num_sequences = 1, .sequences = &span, .mask = mask, .logp = divergence};
+        tokens.divergence = divergence, tokens.ddivergence = ddivergence, tokens.dlogp = dlogp;
+        mt_loss_sums sums = {0};
+        mt_policy_loss(&tokens, &c, &sums);
+        assert_near(sums.loss, json_number_value(json_object_get(wanted, "loss")), "loss");
+        for (size_t t = 0; t < T; t++) {
+            double gradient[V] = {0}, mass = 0;
+            assert_true(dlogp[t] == 0);
+            for (size_t k = 0; k < K; k++) mass -= slopes[t][k];
+            for (size_t i = 0; i < V; i++) gradient[i] = ddivergence[t] * mass * p[t][i];
+            for (size_t k = 0; k < K; k++)
+                gradient[(int)at(json_array_get(ids, t), k)] += ddivergence[t] * slopes[t][k];
+            for (size_t i = 0; i < V; i++)
+                assert_near(gradient[i], at(json_array_get(json_object_get(wanted, "gradient"), t), i), "gradient");
+        }
+        // as a reward: PPO's loss with the negative divergence, at least 0, in place of an advantage; no other gradient
+        double loss = 0, most = c.distillation.max_clamp > 0 ? c.distillation.max_clamp : INFINITY;
+        c.distillation.in = MT_DISTILL_IN_POLICY_GRADIENT;
+        c.distillation.clip_ratio_low = c.distillation.clip_ratio_high = 0.2;
+        for (size_t t = 0; t < T; t++) old[t] = divergence[t] - log(ratio);
+        memset(ddivergence, 0, sizeof ddivergence);
+        tokens.old_logp = old, sums = (mt_loss_sums){0};
+        mt_policy_loss(&tokens, &c, &sums);
+        for (size_t t = 0; t < T; t++) {
+            double term = mask[t] == 0 ? 0 : ratio * fmin(fmax(divergence[t], 0), most);
+            loss += term;
+            assert_near(dlogp[t], term, "policy gradient"), assert_true(ddivergence[t] == 0);
+        }
+        assert_near(sums.loss, loss, "policy gradient");
+    }
+    json_decref(root);
 }
 
 /* Values and gradients in float64, except hidden states, which are floats. */
@@ -1564,6 +1638,7 @@ int main(void) {
         cmocka_unit_test(divergences_equal_their_definitions),
         cmocka_unit_test(divergence_gradients_equal_finite_differences),
         cmocka_unit_test(balanced_distillation_equals_model_optimizer),
+        cmocka_unit_test(topk_distillation_equals_verl),
         cmocka_unit_test(divergences_have_known_values),
         cmocka_unit_test(a_loss_is_not_finite_if_an_operand_is_not),
         cmocka_unit_test(a_loss_of_hidden_states_is_not_finite_if_one_is_not),

@@ -93,6 +93,9 @@ a_student_learns_from_its_teacher() {
     paste "$work/advantages" "$work/policy-gradient" |
         awk '{ d = $1 / $2 - 1 } END { exit !(d < 1e-5 && d > -1e-5) }' || return 1
     sed 's/, "answer": "[0-9]*"//' "$work/rl.jsonl" >"$work/unanswered.jsonl"
+    learn 1 "$work/opd.topk" "$@" --reward number --distillation-in loss --distillation-loss-mode forward_kl_topk \
+        --distillation-topk 5 && distilled "$work/opd.topk" &&
+        series teacher_mass "$work/opd.topk" | awk '{ bad += !($1 > 0.5 && $1 <= 1) } END { exit bad > 0 }' || return 1
     learn 1 "$work/opd.none" "$@" --distillation-in advantages --reward none --data-path "$work/unanswered.jsonl" &&
         same_series "$work/opd.advantages" "$work/opd.none" 0 1 grad_norm
 }
@@ -203,6 +206,12 @@ teachers_are_refused() {
     set -- "$@" --distillation-in loss
     refused 'k1 in the loss has a gradient that no teacher changes' "$@" --teacher-load "$work/sorter" \
         --distillation-loss-mode k1 &&
+        refused 'forward_kl_topk needs the actor' "$@" --teacher-load "$work/sorter" --distillation-in advantages \
+            --distillation-loss-mode forward_kl_topk &&
+        refused 'distillation-topk 300 is more than the vocabulary' "$@" --teacher-load "$work/sorter" \
+            --distillation-loss-mode forward_kl_topk --distillation-topk 300 &&
+        refused 'distillation-topk needs --distillation-loss-mode forward_kl_topk' "$@" --distillation-topk 3 \
+            --teacher-load "$work/sorter" &&
         refused 'reward none is for --no-use-task-rewards' "$@" --teacher-load "$work/sorter" --reward none &&
         refused 'expects words such as gsm8k=FOLDER' "$@" --teachers "$work/sorter" &&
         refused 'teachers has a twice' "$@" --teachers a=x a=y &&

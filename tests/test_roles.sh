@@ -956,13 +956,31 @@ EOF
         sets actor_rollout_ref.actor.optim.min_lr_ratio min-lr 1e-07 &&
         sets actor_rollout_ref.actor.optim.beta1 adam-beta1 0.8 && unused distillation 'off: enabled is not' &&
         unused reward.reward_model 'a reward model is' && ! grep -q 'lora-target' "$work/out" || return 1
-    refuses_changes examples 's/enable_train: false/enable_train: true=enable_train can only be false' \
+    refuses_changes examples \
+        's/mtp: {_target_: a.b, enable: false/mtp: {enable: true=enable loads modules that enable_train does not' \
         's/canonical_//; s/ rank: 0/ rank: 8=can only be canonical_lora' 's/alg_type: ppo/alg_type: dpo=alg_type can' \
         's/rank: 0, alpha: 32/rank: 8=lora needs alpha' 's/mode: disabled/mode: R4=expects disabled|R2|R3' \
         's/linear_q,/linear_qkv,/; s/ rank: 0/ rank: 8=cannot be linear_qkv: a fused matrix' \
         's/l: {enable: false/l: {enable: true=reward_model is not supported: a reward' \
         's/trainer_mode: sync/trainer_mode: colocate_async=trainer_mode can only be sync' \
         's/alpha: 32/alphas: 32=unknown option alphas; did you mean alpha' || return 1
+    # multi-token prediction: left out, trained, and drafting
+    mtp=actor_rollout_ref.model.mtp
+    prints "$work/examples.yaml" actor_train && sets $mtp.enable mtp-num-layers 0 &&
+        unused $mtp.mtp_loss_scaling_factor 'enable and enable_train, which' || return 1
+    settings='enable: true, enable_train: true, enable_rollout: true, detach_encoder: false'
+    settings="$settings, num_speculative_tokens: 2, speculative_num_steps: 3"
+    sed "s/a.b, enable: false, enable_train: false/a.b, $settings/" \
+        "$work/examples.yaml" >"$work/mtp.yaml" && prints "$work/mtp.yaml" actor_train &&
+        sets $mtp.mtp_loss_scaling_factor mtp-loss-scaling-factor 0.1 &&
+        sets $mtp.num_speculative_tokens num-speculative-tokens 2 && unused $mtp.speculative_num_steps SGLang &&
+        ! grep -q mtp-num-layers "$work/out" || return 1
+    sed 's/rollout: {use/rollout: {name: sglang, use/' "$work/mtp.yaml" >"$work/sglang.yaml" &&
+        prints "$work/sglang.yaml" actor_train && sets $mtp.speculative_num_steps num-speculative-tokens 3 &&
+        unused $mtp.num_speculative_tokens vLLM || return 1
+    refuses_changes mtp 's/detach_encoder: false/detach_encoder: true=detach_encoder' || return 1
+    sed 's/^    mtp: .*//' "$work/examples.yaml" >"$work/absent.yaml" && prints "$work/absent.yaml" actor_train &&
+        sets '(absent: mtp.enable)' mtp-num-layers 0 || return 1
     sed 's/ rank: 0/ rank: 8/' "$work/examples.yaml" >"$work/lora.yaml" &&
         prints "$work/lora.yaml" actor_train && sets actor_rollout_ref.model.lora.rank lora-rank 8 &&
         sets actor_rollout_ref.model.lora.alpha lora-alpha 32 &&
@@ -994,7 +1012,11 @@ EOF
         sets $loss.use_policy_gradient distillation-in policy-gradient &&
         sets $loss.clip_ratio_high distillation-clip-ratio-high 0.3 &&
         unused distillation.teacher_key 'several teachers: one' && unused $loss.topk forward_kl_topk || return 1
-    refuses_changes opd 's/low_var_kl/forward_kl_topk=loss_mode cannot be forward_kl_topk: the divergence is' \
+    sed 's/low_var_kl/forward_kl_topk/' "$work/opd.yaml" >"$work/opd-topk.yaml"
+    prints "$work/opd-topk.yaml" actor_train && sets $loss.loss_mode distillation-loss-mode forward_kl_topk &&
+        sets $loss.topk distillation-topk 32 &&
+        sets $loss.log_prob_min_clamp distillation-log-prob-min-clamp -10 || return 1
+    refuses_changes opd 's/low_var_kl/js=loss_mode cannot be js: the divergence is' \
         's/mode: vanilla/mode: gspo=policy_loss_mode can only be vanilla' \
         's/loss_max_clamp/loss_max_clmp=unknown option loss_max_clmp; did you mean loss_max_clamp' || return 1
     # without the gradient of a policy, its range is of no use, and without rewards the weight is 1
@@ -1081,7 +1103,6 @@ EOF
         unused trainer.trainer_config.critic.ppo_epochs 'the default' || return 1
     refused 'has the roles actor_train, critic; choose one' "$train" --config "$work/trinity.yaml" || return 1
     refuses_changes trinity 's/sync_interval: 1/sync_interval: 2=sync_interval can only be 1 here: the present' \
-        's/type: grpo/type: sapo=algorithm_type cannot be sapo: its loss is the mean over tokens' \
         's/^cluster.*/stages: [{stage_name: a}]=stages is not supported: a run has one stage' \
         's/runner_per_model: 8/over_rollout: {ratio: 0.2}=ratio can only be 0' \
         's/gpu_per_node: 8}/&\nexplorers: 1=unknown option explorers; did you mean explorer' || return 1
@@ -1110,7 +1131,7 @@ trainer:
 EOF
     refused 'has the roles actor_train, actor_infer, reference; choose one' "$train" --config "$work/trinity6.yaml" ||
         return 1
-    for type in ppo grpo gspo cispo dapo opmd sppo rloo reinforceplusplus remax; do
+    for type in ppo grpo gspo cispo dapo sapo topr opmd sppo rloo reinforceplusplus remax; do
         loss=token-mean
         [ $type = gspo ] && loss=seq-mean-token-mean
         sed "s/TYPE/$type, loss_agg_mode: $loss/; s|trinity6.run|trinity6.$type|" "$work/trinity6.yaml" >"$work/t.yaml"
@@ -1121,6 +1142,8 @@ EOF
         ppo) sets algorithm.algorithm_type adv-estimator gae ;;
         gspo) shows pg-variant gspo && shows clip-ratio-low 0.0003 && shows clip-ratio-high 0.0004 ;;
         cispo) shows pg-variant cispo && shows clip-ratio-low 1 && shows clip-ratio-high 0.28 ;;
+        sapo) shows pg-variant sapo_detached && sets algorithm.algorithm_type adv-estimator grpo ;;
+        topr) shows pg-variant topr && sets algorithm.algorithm_type adv-estimator reinforce ;;
         opmd) shows pg-variant opmd && shows norm-adv-by-std false ;;
         sppo) shows pg-variant sppo && shows norm-adv-by-std false && shows clip-ratio 0.3 &&
             sets algorithm.algorithm_type kl-loss-coef 0 ;;
@@ -1139,11 +1162,29 @@ EOF
     sed "s|TYPE|gspo, policy_loss_fn: opmd, policy_loss_fn_args: {tau: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
     prints "$work/t.yaml" actor_train && sets algorithm.algorithm_type adv-estimator grpo &&
         sets algorithm.policy_loss_fn pg-variant opmd && sets algorithm.policy_loss_fn_args.tau opmd-tau 2 || return 1
+    sed "s|TYPE|grpo, policy_loss_fn: sapo, policy_loss_fn_args: {tau_neg: 2.0}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.policy_loss_fn pg-variant sapo_detached &&
+        sets algorithm.policy_loss_fn_args.tau_neg tau-neg 2 || return 1
+    # a divergence in rewards, where the trainer computes advantages
+    sed "s|TYPE|ppo, kl_loss_fn: none, kl_penalty_fn: k1, kl_penalty_fn_args: {kl_coef: 0.02}|
+        s|trinity6.run|trinity6.penalty|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.kl_penalty_fn kl-in-reward true && shows kl-loss-type k1 &&
+        sets algorithm.kl_penalty_fn_args.kl_coef kl-coef 0.02 || return 1
+    # shellcheck disable=SC2086
+    "$train" --config "$work/t.yaml" --role actor_train $small >"$work/out" 2>"$work/err" || return 1
+    sed "s|TYPE|grpo, kl_penalty_fn: k1, kl_penalty_fn_args: {kl_coef: 0.02}|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && unused algorithm.kl_penalty_fn 'the advantages of ppo' &&
+        unused algorithm.kl_penalty_fn_args.kl_coef 'the advantages of ppo' || return 1
+    sed "s|TYPE|rloo, kl_penalty_fn: k2|" "$work/trinity6.yaml" >"$work/t.yaml"
+    prints "$work/t.yaml" actor_train && sets algorithm.kl_penalty_fn kl-in-reward true &&
+        sets '(absent: kl_loss_fn)' kl-loss-type k2 || return 1
     sed 's/TYPE/gspo/' "$work/trinity6.yaml" >"$work/t.yaml"
     # shellcheck disable=SC2086
     refused 'gspo and gmpo have one ratio for each sequence, and --loss-agg-mode' "$train" --config "$work/t.yaml" \
         --role actor_train $small || return 1
-    refuses_changes trinity6 's/TYPE/topr=algorithm_type cannot be topr: take ppo' \
+    refuses_changes trinity6 's/TYPE/raft=algorithm_type cannot be raft: take ppo' \
+        's/TYPE/topr, advantage_fn: grpo=algorithm_type with policy_loss_fn topr needs advantage_fn reinforce' \
+        's/TYPE/ppo, kl_penalty_fn: k1=kl_penalty_fn differs from kl_loss_fn, which is k2' \
         's/response_key: answer/video_key: videos/; s/TYPE/grpo=video_key is not supported: videos are not read' \
         's/TYPE/grpo, policy_loss_fn: dpo=algorithm_type has the loss ppo, and policy_loss_fn is dpo' \
         's/TYPE/[grpo]=algorithm_type expects .*, not a list' \

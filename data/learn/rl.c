@@ -61,6 +61,15 @@ typedef struct phase_times {
     double all_seconds; // of the iteration
 } phase_times;
 
+/* The teacher's K most probable labels of each position that counts, with forward_kl_topk. */
+typedef struct teacher_topk {
+    int64_t K;                  // 0: none
+    float *ids, *logps;         // [T, K] 0 until stored; ids ascend
+    double mass;                // of these labels, the mean over positions
+    mt_teacher_logits *batches; // [num_batches] of the micro-batches of the step, once they are filled
+    int64_t num_batches;
+} teacher_topk;
+
 struct mt_rl {
     mt_rl_config config;
     mt_model_role actor, generator;
@@ -68,6 +77,7 @@ struct mt_rl {
     partner *teachers; // [num_teachers] of on-policy distillation; none of their own: the reference teaches
     int64_t num_teachers;
     int64_t teacher_age;  // of a lagging one: iterations since it was the actor
+    teacher_topk topk;    // of the batch at hand
     mt_transfer *renewal; // from actor to teacher, with --self-distillation lagging
     mt_saver *teacher_saver;
     char *teacher_folder;  // that it saves to
@@ -658,6 +668,8 @@ static void configure_rollouts(mt_rl *rl) {
         rl->rollout_config.distill_max_clamp = o->distillation_max_clamp;
         rl->rollout_config.advantage.only_divergences = !o->use_task_rewards;
     }
+    if (o->distillation_in != MT_DISTILL_IN_NONE && o->distillation_loss_mode == MT_KL_FORWARD_TOPK)
+        rl->topk.K = o->distillation_topk;
     for (int64_t i = rl->rollout_config.weights.count; i < o->reward.count; i++)
         rl->rollout_config.weights.items[rl->rollout_config.weights.count++] = 1;
     rl->shape = plan_shape_of(&o->stack);
@@ -805,6 +817,15 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     return status;
 }
 
+/* Frees the teacher's labels of micro-batches, and makes room for those of `count`. */
+static void begin_teacher_batches(teacher_topk *topk, int64_t count) {
+    for (int64_t i = 0; i < topk->num_batches; i++)
+        free(topk->batches[i].tokens), free(topk->batches[i].ids), free(topk->batches[i].logits);
+    free(topk->batches);
+    topk->batches = count > 0 ? mt_calloc(count * (int64_t)sizeof *topk->batches) : NULL;
+    topk->num_batches = count;
+}
+
 static void close_partner(partner *p) {
     mt_run_options options = p->role.options;
     mt_model_role_close(&p->role);
@@ -826,6 +847,8 @@ void mt_rl_close(mt_rl *rl) {
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
     free(rl->generated), free(rl->routes.experts);
+    begin_teacher_batches(&rl->topk, 0);
+    free(rl->topk.ids), free(rl->topk.logps);
     for (int64_t i = 0; i < rl->num_pending; i++) mt_pending_free(&rl->pending[i]);
     free(rl->pending), free(rl->saved_pending);
     for (int64_t i = 0; i < rl->prompts.count && rl->pictures; i++) mt_text_images_close(rl->pictures[i]);
@@ -1191,6 +1214,27 @@ static int fill_batch_of(void *context, int64_t slot, int64_t rank, mt_batch *ba
     return 0;
 }
 
+/* The teacher's labels of micro-batch `index`, and behind them its own. */
+static mt_teacher_logits *teacher_of_batch(mt_rl *rl, int64_t index, const mt_batch *batch) {
+    const teacher_topk *topk = &rl->topk;
+    mt_teacher_logits *t = &topk->batches[index];
+    int64_t K = topk->K, rows = mt_max(batch->num_tokens, 1), position;
+    if (t->tokens) return t; // another chunk of the pipeline has it
+    *t = (mt_teacher_logits){.K = K + 1, .of_whole = true};
+    t->tokens = mt_malloc(rows * 4), t->ids = mt_malloc(rows * (K + 1) * 4), t->logits = mt_calloc(rows * (K + 1) * 4);
+    for (int64_t i = 0; i < batch->num_tokens; i++) {
+        if ((position = mt_rollouts_position(&rl->rollouts, batch, i)) < 0) continue;
+        int32_t *ids = t->ids + t->count * (K + 1);
+        t->tokens[t->count] = (int32_t)i, ids[K] = batch->labels[i];
+        for (int64_t k = 0; k < K; k++) {
+            ids[k] = (int32_t)topk->ids[position * K + k];
+            if (ids[k] == batch->labels[i]) ids[K] = -1;
+        }
+        memcpy(t->logits + t->count++ * (K + 1), topk->logps + position * K, (size_t)K * 4);
+    }
+    return t;
+}
+
 /* The source of training: a micro-batch of this rank in the grid of the role that trains. */
 typedef struct learner {
     mt_rl *rl;
@@ -1199,7 +1243,11 @@ typedef struct learner {
 
 static int fill_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     const learner *l = context;
-    return fill_batch_of(l->rl, index, l->role->grid->data.rank, batch, error);
+    const mt_group *pipeline = &l->role->grid->pipeline;
+    bool is_taught = l->role == &l->rl->actor && l->rl->topk.K > 0 && pipeline->rank == pipeline->size - 1;
+    if (fill_batch_of(l->rl, index, l->role->grid->data.rank, batch, error) != 0) return -1;
+    batch->teacher = is_taught ? teacher_of_batch(l->rl, index, batch) : NULL;
+    return 0;
 }
 
 /* The numbers that a role computes of all sequences. */
@@ -1207,8 +1255,11 @@ typedef struct scoring {
     mt_rollouts *rollouts;
     mt_loss_input input;
     const mt_grid *grid;
-    double entropy; // summed over the tokens that count
-    bool squares;   // the sink gets sums of squared probabilities in its place
+    double entropy;     // summed over the tokens that count
+    bool squares;       // the sink gets sums of squared probabilities in its place
+    teacher_topk *topk; // of store_topk, as the next two
+    mt_model *model;
+    const mt_options *options; // of the model
 } scoring;
 
 /* The sink of scoring, on the ranks with the loss: one of each replica keeps the numbers. */
@@ -1220,6 +1271,40 @@ static void store(void *context, int64_t micro_batch, const mt_batch *batch, con
     mt_rollouts_store(s->rollouts, s->input, batch, numbers);
     if (s->squares) mt_rollouts_store_squares(s->rollouts, batch, entropy);
     for (int64_t t = 0; t < batch->num_tokens && entropy; t++) s->entropy += batch->loss_mask[t] != 0 ? entropy[t] : 0;
+}
+
+/* The sink of a teacher with forward_kl_topk; the ranks of a tensor group come together, those of a context group have
+ * different tokens. */
+static void store_topk(void *context, int64_t micro_batch, const mt_batch *batch, const double *numbers,
+                       const double *entropy) {
+    const scoring *s = context;
+    int64_t V = s->options->vocab_size, K = s->topk->K, of_batch;
+    double scale = 1 / s->options->temperature;
+    float *logits = mt_malloc(V * 4);
+    int32_t *ids = mt_malloc(K * 4);
+    (void)micro_batch, (void)numbers, (void)entropy;
+    for (int64_t t = 0; (of_batch = mt_score_logits(s->model, t, NULL)) >= 0; t++) {
+        int64_t position = mt_rollouts_position(s->rollouts, batch, of_batch);
+        if (position < 0) continue;
+        (void)mt_score_logits(s->model, t, logits);
+        if (s->grid->tensor.rank > 0) continue;
+        float *logps = s->topk->logps + position * K;
+        double greatest = -INFINITY, sum = 0;
+        mt_take_greatest(ids, logps, logits, V, K);
+        for (int64_t i = 0; i < V; i++) greatest = fmax(greatest, (double)logits[i]);
+        for (int64_t i = 0; i < V; i++) sum += exp(scale * ((double)logits[i] - greatest));
+        for (int64_t k = 0; k < K; k++) {
+            s->topk->ids[position * K + k] = (float)ids[k];
+            logps[k] = (float)(scale * ((double)logps[k] - greatest) - log(sum));
+        }
+    }
+    free(logits), free(ids);
+}
+
+static int64_t *all_sequences(const mt_rl *rl) {
+    int64_t *sequences = mt_malloc(mt_max(rl->rollouts.samples.count, 1) * 8);
+    for (int64_t i = 0; i < rl->rollouts.samples.count; i++) sequences[i] = i;
+    return sequences;
 }
 
 /* Tokens of the sequences. */
@@ -1238,23 +1323,55 @@ static mt_model_role_scoring planned_scoring(mt_rl *rl, mt_batch *batch, scoring
                                    .sink_context = s};
 }
 
-/* Scores sequences[count] by a role, which one rank of each replica stores. */
-static int score_some(mt_rl *rl, mt_model_role *role, mt_loss_input input, const int64_t *sequences, int64_t count,
-                      mt_batch *batch, mt_error *error) {
-    scoring s = {.rollouts = &rl->rollouts, .input = input, .grid = role->grid};
+/* Scores sequences[count] by a teacher, which one rank of each replica stores: its log-probabilities, or those of its
+ * most probable labels. */
+static int score_by_teacher(mt_rl *rl, mt_model_role *role, const int64_t *sequences, int64_t count, mt_batch *batch,
+                            mt_error *error) {
+    scoring s = {.rollouts = &rl->rollouts, .input = MT_TEACHER_LOGP, .grid = role->grid, .topk = &rl->topk};
     const int64_t *offsets = rl->rollouts.samples.offsets;
+    s.model = role->model, s.options = &role->options.stack;
     for (int64_t i = 0; i < count; i++)
         rl->times.tokens[SCORING] += (double)(offsets[sequences[i] + 1] - offsets[sequences[i]]);
     plan_batches(rl, sequences, count, &rl->shape);
     mt_model_role_scoring planned = planned_scoring(rl, batch, &s);
+    if (rl->topk.K > 0) planned.sink = store_topk;
     return mt_model_role_score(role, &planned, error);
+}
+
+/* Makes the table of the teacher's labels. */
+static void begin_topk(mt_rl *rl) {
+    int64_t numbers = mt_max(rl->rollouts.T * rl->topk.K, 1);
+    free(rl->topk.ids), free(rl->topk.logps);
+    rl->topk.ids = mt_calloc(numbers * 4), rl->topk.logps = mt_calloc(numbers * 4);
+}
+
+/* Every rank gets the labels that some rank has. */
+static void share_topk(mt_rl *rl) {
+    const mt_rollouts *r = &rl->rollouts;
+    teacher_topk *topk = &rl->topk;
+    mt_all_reduce_sum(&rl->config.grid->world, topk->ids, r->T * topk->K, MT_F32);
+    mt_all_reduce_sum(&rl->config.grid->world, topk->logps, r->T * topk->K, MT_F32);
+    topk->mass = 0;
+    for (int64_t t = 0; t < r->T; t++)
+        for (int64_t k = 0; k < topk->K && r->mask[t] != 0; k++)
+            topk->mass += exp((double)topk->logps[t * topk->K + k]);
+    topk->mass /= (double)mt_max(mt_rollouts_count(r), 1);
 }
 
 /* The log-probabilities of each sequence by the teacher of its prompt. Plans other micro-batches. */
 static int score_by_teachers(mt_rl *rl, mt_batch *batch, mt_error *error) {
     mt_rollouts *r = &rl->rollouts;
     int status = 0;
+    bool topk = rl->topk.K > 0;
     if (rl->config.options->distillation_in == MT_DISTILL_IN_NONE) return 0;
+    if (topk) begin_topk(rl);
+    if (rl->num_teachers == 0 && topk) {
+        int64_t *all = all_sequences(rl);
+        status = score_by_teacher(rl, &rl->reference.role, all, r->samples.count, batch, error);
+        free(all);
+        if (status == 0) share_topk(rl);
+        return status;
+    }
     if (rl->num_teachers == 0) {
         memcpy(r->inputs[MT_TEACHER_LOGP], r->inputs[MT_REF_LOGP], (size_t)r->T * 8);
         return 0;
@@ -1264,17 +1381,18 @@ static int score_by_teachers(mt_rl *rl, mt_batch *batch, mt_error *error) {
         int64_t count = 0;
         for (int64_t k = 0; k < r->samples.count; k++)
             if (rl->prompts.questions[r->prompt_of[r->response_of[k]]].teacher == i) sequences[count++] = k;
-        if (count > 0) status = score_some(rl, &rl->teachers[i].role, MT_TEACHER_LOGP, sequences, count, batch, error);
+        if (count > 0) status = score_by_teacher(rl, &rl->teachers[i].role, sequences, count, batch, error);
     }
     free(sequences);
-    if (status == 0) mt_all_reduce_sum(&rl->config.grid->world, r->inputs[MT_TEACHER_LOGP], r->T, MT_F64);
+    if (status == 0 && topk) share_topk(rl);
+    if (status == 0 && !topk) mt_all_reduce_sum(&rl->config.grid->world, r->inputs[MT_TEACHER_LOGP], r->T, MT_F64);
     return status;
 }
 
 /* Scores the planned micro-batches by a role; afterwards all ranks have the numbers of all sequences. */
 static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *batch, mt_error *error) {
     bool squares = input == MT_OLD_LOGP && rl->config.options->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE;
-    scoring s = {&rl->rollouts, input, role->grid, 0, squares};
+    scoring s = {.rollouts = &rl->rollouts, .input = input, .grid = role->grid, .squares = squares};
     if (!role->model) return 0;
     if (squares) mt_model_score_squares(role->model, true);
     rl->times.tokens[role == &rl->reward_model.role ? REWARDS : SCORING] += sequence_tokens(rl);
@@ -1286,12 +1404,6 @@ static int score(mt_rl *rl, mt_model_role *role, mt_loss_input input, mt_batch *
     if (squares) mt_model_score_squares(role->model, false);
     if (input == MT_OLD_LOGP) rl->entropy = s.entropy;
     return 0;
-}
-
-static int64_t *all_sequences(const mt_rl *rl) {
-    int64_t *sequences = mt_malloc(mt_max(rl->rollouts.samples.count, 1) * 8);
-    for (int64_t i = 0; i < rl->rollouts.samples.count; i++) sequences[i] = i;
-    return sequences;
 }
 
 /* The reward model's value of each response from `first` on, at its last token. */
@@ -1448,6 +1560,7 @@ static int train_role(mt_rl *rl, mt_model_role *role, const mt_plan_shape *shape
         mt_run_state inner = *state;
         take_trained(&inner, own);
         plan_batches(rl, sequences, count, shape);
+        begin_teacher_batches(&rl->topk, rl->topk.K > 0 ? rl->plan.num_slots : 0);
         status = mt_train_step(role->model, &inner, rl->plan.num_slots, fill_batch, &source, batch,
                                i + 1 == steps ? metrics : NULL, error);
         own->optimizer_step = inner.optimizer_step, own->loss_scaler = inner.loss_scaler;
@@ -1671,6 +1784,7 @@ static void collect_numbers(mt_rl *rl) {
     if (trained && rl->rollout_config.distill_coef != 0) add_number(rl, "distillation", stats->distillation, true);
     if (trained && rl->config.options->self_distillation == MT_SELF_DISTILL_LAGGING)
         add_number(rl, "teacher age", (double)rl->teacher_age, false);
+    if (trained && rl->topk.K > 0) add_number(rl, "teacher mass", rl->topk.mass, false);
     if (trained && rl->rollout_config.kl_in_reward != 0) add_number(rl, "kl in reward", stats->kl, false);
     for (int i = first_phase(rl); i < NUM_PHASES; i++) {
         add_number(rl, phases[i].seconds, rl->times.seconds[i], false);

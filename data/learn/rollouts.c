@@ -439,8 +439,7 @@ void mt_rollouts_plan(mt_step_plan *plan, const mt_rollouts *r, const int64_t *s
     free(lengths), free(pieces), free(first);
 }
 
-/* The position of token t of a batch; -1: padding, or one whose label does not count. */
-static int64_t position_of(const mt_rollouts *r, const mt_batch *batch, int64_t t) {
+int64_t mt_rollouts_position(const mt_rollouts *r, const mt_batch *batch, int64_t t) {
     int64_t position = batch->token_index[t];
     return batch->loss_mask[t] != 0 && position >= 0 && position < r->T ? position : -1;
 }
@@ -448,14 +447,14 @@ static int64_t position_of(const mt_rollouts *r, const mt_batch *batch, int64_t 
 void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch) {
     for (int i = 0; i < MT_NUM_LOSS_INPUTS; i++)
         for (int64_t t = 0; t < batch->num_tokens; t++) {
-            int64_t position = position_of(r, batch, t);
+            int64_t position = mt_rollouts_position(r, batch, t);
             batch->loss_inputs[i][t] = position >= 0 ? (float)r->inputs[i][position] : 0;
         }
 }
 
 static void store_numbers(const mt_rollouts *r, double *to, const mt_batch *batch, const double *numbers) {
     for (int64_t t = 0; t < batch->num_tokens; t++) {
-        int64_t position = position_of(r, batch, t);
+        int64_t position = mt_rollouts_position(r, batch, t);
         if (position >= 0) to[position] = numbers[t];
     }
 }

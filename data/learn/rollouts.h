@@ -178,6 +178,10 @@ int64_t mt_rollouts_mini_batch(const mt_rollouts *r, bool shuffles, int64_t seed
 void mt_rollouts_plan(mt_step_plan *plan, const mt_rollouts *r, const int64_t *sequences, int64_t count, bool packs,
                       const mt_plan_shape *shape);
 
+/* The position of token t of a batch that was filled from a plan of mt_rollouts_plan; -1: padding, or one whose label
+ * does not count. */
+int64_t mt_rollouts_position(const mt_rollouts *r, const mt_batch *batch, int64_t t);
+
 /* Writes all loss_inputs of a batch that was filled from a plan of mt_rollouts_plan. */
 void mt_rollouts_load(const mt_rollouts *r, mt_batch *batch);
 

@@ -27,7 +27,7 @@ static void choose_policy_metrics(mt_stage_loss *stage) {
     for (const mt_loss_metric *row = mt_policy.metrics; row->name; row++) {
         if (row->number == MT_POLICY_REF_KL && !(stage->loss.inputs & 1 << MT_REF_LOGP)) continue;
         if (row->number == MT_POLICY_ENTROPY) continue;
-        if (row->number == MT_POLICY_DISTILLATION && !(stage->loss.inputs & 1 << MT_TEACHER_LOGP)) continue;
+        if (row->number == MT_POLICY_DISTILLATION && stage->policy.distillation.in == MT_DISTILL_IN_NONE) continue;
         stage->metrics[count++] = *row;
     }
     stage->loss.metrics = stage->metrics;
@@ -65,14 +65,17 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
     if (is_tis) policy->clip_ratio_low = 1 - o->tis_lower_bound, policy->clip_ratio_high = o->tis_upper_bound - 1;
     bool in_loss = o->distillation_in == MT_DISTILL_IN_LOSS || o->distillation_in == MT_DISTILL_IN_POLICY_GRADIENT;
     if (in_loss)
-        policy->distillation = (mt_distill_policy_config){.in = o->distillation_in,
-                                                          .type = o->distillation_loss_mode,
-                                                          .coef = o->distillation_loss_coef,
-                                                          .max_clamp = o->distillation_max_clamp,
-                                                          .clip_ratio_low = o->distillation_clip_ratio_low,
-                                                          .clip_ratio_high = o->distillation_clip_ratio_high,
-                                                          .clip_ratio_c = 3, // verl's
-                                                          .alone = !o->use_task_rewards};
+        policy->distillation = (mt_distill_policy_config){
+            .in = o->distillation_in,
+            .type = o->distillation_loss_mode,
+            .coef = o->distillation_loss_coef,
+            .max_clamp = o->distillation_max_clamp,
+            .clip_ratio_low = o->distillation_clip_ratio_low,
+            .clip_ratio_high = o->distillation_clip_ratio_high,
+            .clip_ratio_c = 3, // verl's
+            .alone = !o->use_task_rewards,
+            .min_clamp = MT_GIVEN(o, distillation_min_clamp) ? o->distillation_min_clamp : -INFINITY};
+    bool topk = in_loss && o->distillation_loss_mode == MT_KL_FORWARD_TOPK;
     policy->cov_share = o->pg_variant == MT_POLICY_KL_COV ? o->kl_cov_ratio : o->clip_cov_ratio;
     policy->beta = o->pg_variant == MT_POLICY_DRO      ? o->dro_beta
                    : o->pg_variant == MT_POLICY_KIMI15 ? o->kimi15_tau
@@ -101,7 +104,8 @@ const mt_loss *mt_stage_loss_of(mt_stage_loss *stage, const mt_run_options *o) {
         stage->loss.uses_entropy = o->entropy_coeff > 0;
         if (o->kl_loss_coef > 0) stage->loss.inputs |= 1 << MT_REF_LOGP;
         if (o->rollout_is != MT_ROLLOUT_IS_NONE) stage->loss.inputs |= 1 << MT_ROLLOUT_WEIGHTS;
-        if (in_loss) stage->loss.inputs |= 1 << MT_TEACHER_LOGP;
+        if (in_loss && !topk) stage->loss.inputs |= 1 << MT_TEACHER_LOGP;
+        if (topk) stage->loss.topk = &stage->policy.distillation;
         if (mt_policy_kind_of(o->pg_variant)->selects) stage->loss.inputs |= 1 << MT_SELECTED;
         choose_policy_metrics(stage);
         break;
@@ -322,8 +326,8 @@ static int compare_ids(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-/* The K greatest of logits[V], in the order of their ids; of equal logits the first. heap[K]. */
-static void take_greatest(int32_t *ids, float *greatest, const float *logits, int64_t V, int64_t K, label *heap) {
+void mt_take_greatest(int32_t *ids, float *greatest, const float *logits, int64_t V, int64_t K) {
+    label *heap = mt_malloc(K * (int64_t)sizeof *heap);
     for (int64_t i = 0; i < K; i++) heap[i] = (label){-INFINITY, INT32_MAX};
     for (int64_t i = 0; i < V; i++) {
         label next = {logits[i], (int32_t)i};
@@ -333,6 +337,7 @@ static void take_greatest(int32_t *ids, float *greatest, const float *logits, in
     }
     qsort(heap, (size_t)K, sizeof *heap, compare_ids);
     for (int64_t i = 0; i < K; i++) ids[i] = heap[i].id, greatest[i] = heap[i].logit;
+    free(heap);
 }
 
 /* ---- the reference model */
@@ -543,16 +548,14 @@ static void keep_logits(void *context, int64_t number, const mt_batch *batch, co
     kept->tokens = mt_malloc(kept->count * 4), kept->logits = mt_malloc(kept->count * K * 4);
     if (K < V) kept->ids = mt_malloc(kept->count * K * 4);
     float *logits = K < V ? mt_malloc(V * 4) : NULL;
-    label *heap = K < V ? mt_malloc(K * (int64_t)sizeof *heap) : NULL;
     for (int64_t t = 0, row = 0; (position = mt_score_logits(model, t, NULL)) >= 0; t++) {
         if (batch->loss_mask[position] == 0) continue;
         (void)mt_score_logits(model, t, K < V ? logits : kept->logits + row * K);
-        if (K < V) take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K, heap);
+        if (K < V) mt_take_greatest(kept->ids + row * K, kept->logits + row * K, logits, V, K);
         kept->tokens[row++] = (int32_t)t;
     }
     keep_hidden(r, kept);
     free(logits);
-    free(heap);
 }
 
 /* The source of scoring: a micro-batch of this rank, or for a role apart of any rank. */
@@ -583,7 +586,7 @@ static void move_scores(const mt_group *world, const scores *found, scores *kept
     int64_t *received = move(world, sizes, sizeof sizes, from, to);
     if (received) memcpy(sizes, received, sizeof sizes);
     free(received);
-    scores got = {.num_tokens = sizes[0], .teacher = {.count = sizes[1], .K = sizes[2]}};
+    scores got = {.num_tokens = sizes[0], .teacher = {.count = sizes[1], .K = sizes[2], .of_whole = true}};
     got.teacher.num_hidden = sizes[4], got.teacher.width = sizes[5];
     got.logp = move(world, s->logp, sizes[0] * 4, from, to);
     got.teacher.tokens = move(world, t->tokens, sizes[1] * 4, from, to);
@@ -626,36 +629,11 @@ int mt_reference_score(mt_reference *r, mt_feed *feed, mt_batch *batch, mt_error
 
 /* ---- batches with scores */
 
-/* Keeps the logits of this rank's tokens. A role apart numbers tokens by their place in the micro-batch, which context
- * parallelism of the trained model distributes as mt_context_shard does. */
-static void take_own_logits(const mt_reference *r, mt_teacher_logits *t, mt_batch *batch) {
-    const mt_options *o = &r->trained.options.stack;
-    const mt_grid *grid = r->trained.grid;
-    const mt_group *ring = &grid->context_ring, *a2a = &grid->context_a2a;
-    int64_t T = mt_rank_tokens(o, batch->num_tokens), kept = 0, K = t->K, H = t->num_hidden * t->width;
-    mt_batch_pad(batch, T * o->context_parallel_size);
-    int64_t *cuts = mt_malloc((2 * ring->size + 1) * 8);
-    int32_t *rows = mt_malloc(T * a2a->size * 4), *own = rows + a2a->rank * T;
-    mt_context_cut(cuts, batch, ring->size, mt_options_common_window(o));
-    mt_context_tokens(rows, cuts, ring->size, ring->rank);
-    for (int64_t i = 0, at = 0; i < t->count; i++) { // both ascend
-        while (at < T && own[at] < t->tokens[i]) at++;
-        if (at == T || own[at] != t->tokens[i]) continue;
-        t->tokens[kept] = (int32_t)at;
-        if (t->ids) memmove(t->ids + kept * K, t->ids + i * K, (size_t)K * 4);
-        if (t->hidden) memmove(t->hidden + kept * H, t->hidden + i * H, (size_t)H * 4);
-        memmove(t->logits + kept++ * K, t->logits + i * K, (size_t)K * 4);
-    }
-    t->count = kept;
-    free(cuts), free(rows);
-}
-
 int mt_reference_batch(void *reference, int64_t index, mt_batch *batch, mt_error *error) {
     mt_reference *r = reference;
     scores *kept = &r->scores[index];
     if (mt_feed_batch(r->feed, index, batch, error) != 0) return -1;
-    bool apart = mt_model_role_is_apart(&r->role), is_cut = r->trained.options.stack.context_parallel_size > 1;
-    if (apart && is_cut && kept->teacher.K > 0) take_own_logits(r, &kept->teacher, batch);
+    bool apart = mt_model_role_is_apart(&r->role);
     batch->teacher = kept->teacher.K > 0 ? &kept->teacher : NULL;
     int64_t tokens = apart ? mt_min(kept->num_tokens, batch->num_tokens) : kept->num_tokens;
     if (kept->logp) memcpy(batch->loss_inputs[MT_REF_LOGP], kept->logp, (size_t)tokens * 4);

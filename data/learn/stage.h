@@ -52,6 +52,9 @@ int mt_options_check_expert_ranks(const mt_options *options, int64_t expert, con
 int mt_options_finish_model(mt_run_options *options, const mt_options *of_run, const char *option, const char *role,
                             int64_t world_size, mt_error *error);
 
+/* The K <= V greatest of logits[V], in the order of their ids; of equal logits the first, and NaN before all. */
+void mt_take_greatest(int32_t *ids, float *greatest, const float *logits, int64_t V, int64_t K);
+
 /* A model that stays as it is and scores the samples of another one: its own log-probabilities, or the logits of a
  * teacher, go into the batches of a training step or of an evaluation. */
 typedef struct mt_reference mt_reference;

@@ -1161,6 +1161,10 @@ static int mt_options_derive_teachers(mt_run_options *o, mt_error *error) {
                       o->teacher_expert_model_parallel_size;
     bool no_rewards = mt_options_rewards(o, MT_REWARD_NONE);
     if (in_loss && !MT_GIVEN(o, distillation_loss_mode)) o->distillation_loss_mode = MT_KL_K3;
+    bool topk = distills && o->distillation_loss_mode == MT_KL_FORWARD_TOPK;
+    if (topk && o->distillation_topk > o->stack.vocab_size && o->stack.vocab_size > 0)
+        return mt_error_set(error, "--distillation-topk %lld is more than the vocabulary, %lld tokens",
+                            (long long)o->distillation_topk, (long long)o->stack.vocab_size);
     for (int64_t i = 0; i < o->teachers.count; i++) {
         const char *word = o->teachers.items[i], *equals = strchr(word, '=');
         if (!equals || equals == word || !equals[1])
@@ -1180,6 +1184,11 @@ static int mt_options_derive_teachers(mt_run_options *o, mt_error *error) {
         {in_loss && o->distillation_loss_mode == MT_KL_K1,
          "--distillation-loss-mode k1 in the loss has a gradient that no teacher changes; take k2 or k3, or "
          "--distillation-in policy-gradient"},
+        {topk && o->distillation_in == MT_DISTILL_IN_ADVANTAGES,
+         "--distillation-loss-mode forward_kl_topk needs the actor's probabilities of other tokens than its own, which "
+         "--distillation-in advantages does not have; take loss or policy-gradient"},
+        {topk && o->stack.vocab_size > 1 << 24,
+         "--distillation-loss-mode forward_kl_topk is for vocabularies of up to 16777216 tokens; take k1, k2 or k3"},
         {no_rewards && (o->reward.count > 1 || o->use_task_rewards),
          "--reward none is for --no-use-task-rewards, alone; there is nothing to learn from otherwise"},
         {lags && o->stack.lora_rank > 0,

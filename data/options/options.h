@@ -177,6 +177,8 @@ typedef struct mt_run_options {
     int64_t teacher_interval;
     mt_kl_type distillation_loss_mode;
     double distillation_loss_coef, distillation_max_clamp, distillation_clip_ratio_low, distillation_clip_ratio_high;
+    int64_t distillation_topk;
+    double distillation_min_clamp;
     bool use_task_rewards;
     char *reward_command, *reward_pattern, *reward_load, *env_command, *critic_load, *answer_key;
     int64_t env_max_turns;

@@ -282,7 +282,7 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     char *type = sibling_text(r, mapping, "algorithm_type"), *loss;
     if (!type) return; // a list, which the option refuses
     loss = sibling_text(r, mapping, "policy_loss_fn");
-    bool has_loss = mt_choice_index("gspo|cispo|opmd|sppo|" TRINITY_STAGES, type) >= 0;
+    bool has_loss = mt_choice_index("gspo|cispo|sapo|topr|opmd|sppo|" TRINITY_STAGES, type) >= 0;
     char *advantage = sibling_text(r, mapping, "advantage_fn");
     // and does not divide by the deviation
     bool subtracts_mean = advantage ? strcmp(advantage, "opmd") == 0 : mt_choice_index("opmd|sppo", type) >= 0;
@@ -297,10 +297,18 @@ static void derive_algorithm(reader *r, const mt_yaml_node *mapping, mt_role_ent
     } else if (is_stage) {
         entry->kind = MT_ENTRY_FIXED;
         mt_string_set(&entry->text, "the stage of training");
+    } else if (strcmp(loss ? loss : own, "topr") == 0 && strcmp(advantage                   ? advantage
+                                                                : strcmp(type, "topr") == 0 ? "reinforce"
+                                                                                            : type,
+                                                                "reinforce") != 0) {
+        entry->kind = MT_ENTRY_REFUSED;
+        mt_string_set(&entry->text, "with policy_loss_fn topr needs advantage_fn reinforce, whose advantages are the "
+                                    "scores: --pg-variant topr distinguishes these");
     } else {
         char *kl = sibling_text(r, mapping, "kl_loss_fn");
         bool has_divergence = kl ? strcmp(kl, "none") != 0 : mt_choice_index("dapo|sppo", type) < 0;
-        if (has_loss && !loss) add_option(r, line, "pg-variant", own)->is_implied = true;
+        const char *variant = strcmp(own, "sapo") == 0 ? "sapo_detached" : own;
+        if (has_loss && !loss) add_option(r, line, "pg-variant", variant)->is_implied = true;
         if (!has_divergence) add_option(r, line, "kl-loss-coef", "0")->is_implied = true;
         if (subtracts_mean) add_option(r, line, "norm-adv-by-std", "false")->is_implied = true;
         free(kl);
@@ -366,6 +374,27 @@ static void derive_of_environments(reader *r, const mt_role_key *row, const mt_y
     free(value);
 }
 
+/* Trinity-RFT's kl_penalty_fn, or its weight, with an algorithm_type and the estimator of the divergence in the loss
+ * (NULL: none). Its trainer subtracts the divergence where it computes the advantages. */
+static void derive_penalty(reader *r, mt_role_entry *entry, const char *type, const char *of_loss) {
+    char *penalty = sibling_text(r, mt_yaml_get(r->yaml->root, "algorithm"), "kl_penalty_fn");
+    bool penalizes = penalty && strcmp(penalty, "none") != 0;
+    bool is_weight = strcmp(entry->name, "kl_coef") == 0, same = of_loss && penalty && strcmp(of_loss, penalty) == 0;
+    if (!penalizes) {
+        set_kind(entry, is_weight ? MT_ENTRY_UNUSED : MT_ENTRY_FIXED,
+                 is_weight ? "kl_penalty_fn, which is none" : "rewards have no divergence");
+    } else if (mt_choice_index("ppo|rloo|reinforceplusplus", type) < 0) {
+        set_kind(entry, MT_ENTRY_UNUSED, "the advantages of ppo, rloo and reinforceplusplus");
+    } else if (!is_weight && of_loss && !same) {
+        set_kind(entry, MT_ENTRY_REFUSED,
+                 "differs from kl_loss_fn, which is k2 by default; one --kl-loss-type serves both");
+    } else if (!is_weight) {
+        if (!of_loss) add_option(r, entry->line, "kl-loss-type", entry->values.items[0])->is_implied = true;
+        mt_string_set(&entry->values.items[0], "true");
+    }
+    free(penalty);
+}
+
 /* The losses of a file of Trinity-RFT: whether those of its algorithm_type have a divergence or an entropy, and one
  * aggregation for all. */
 static void derive_loss(reader *r, const mt_role_key *row, double number, mt_role_entry *entry) {
@@ -378,6 +407,8 @@ static void derive_loss(reader *r, const mt_role_key *row, double number, mt_rol
     bool has_entropy = entropy ? strcmp(entropy, "none") != 0 : mt_choice_index("sppo|sft", of) < 0;
     if (row->kind == MT_KEY_DIVERGENCE && is_sft && has_kl) {
         set_kind(entry, MT_ENTRY_REFUSED, "can only be none here: samples of sft have no reference");
+    } else if (row->kind == MT_KEY_PENALTY) {
+        derive_penalty(r, entry, of, has_kl ? kl ? kl : "k2" : NULL);
     } else if (row->kind == MT_KEY_DIVERGENCE && !has_kl) {
         set_kind(entry, MT_ENTRY_FIXED, "the loss has no divergence");
     } else if (row->kind == MT_KEY_DIVERGENCE && strcmp(value, "none") == 0) {
@@ -441,6 +472,50 @@ static int64_t count_teachers(const mt_yaml_node *models) {
     return count;
 }
 
+/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
+static char *path_text(reader *r, const char *path) {
+    mt_error *error = r->yaml->error, ignored;
+    mt_yaml_node *node;
+    char *text = NULL;
+    r->yaml->error = &ignored;
+    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
+    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
+    r->yaml->error = error;
+    return text;
+}
+
+static bool is_sibling_true(reader *r, const mt_yaml_node *section, const char *name) {
+    char *text = sibling_text(r, section, name);
+    bool is_true = false, known = text && mt_parse_bool(text, &is_true);
+    free(text);
+    return known && is_true;
+}
+
+/* verl's mtp: without `enable` the modules of the model's folder are left out. Loaded modules train here. */
+static void derive_of_mtp(reader *r, const mt_yaml_node *mapping, mt_role_entry *entry) {
+    bool loads = is_sibling_true(r, mapping, "enable");
+    bool trains = loads && is_sibling_true(r, mapping, "enable_train");
+    bool drafts = loads && is_sibling_true(r, mapping, "enable_rollout");
+    char *server = path_text(r, "actor_rollout_ref.rollout.name");
+    bool has_steps = server && strcmp(server, "sglang") == 0;
+    free(server);
+    if (strcmp(entry->name, "enable") == 0 && !loads)
+        mt_string_set(&entry->values.items[0], "0");
+    else if (strcmp(entry->name, "enable") == 0)
+        set_kind(entry, trains ? MT_ENTRY_FIXED : MT_ENTRY_REFUSED,
+                 trains ? "the modules of the model's folder"
+                        : "loads modules that enable_train does not train; here they train or are left out");
+    else if (strcmp(entry->name, "detach_encoder") == 0)
+        set_kind(entry, trains && is_sibling_true(r, mapping, "detach_encoder") ? MT_ENTRY_REFUSED : MT_ENTRY_FIXED,
+                 "the gradient of the modules reaches the model");
+    else if (strcmp(entry->name, "mtp_loss_scaling_factor") == 0 && !trains)
+        set_kind(entry, MT_ENTRY_UNUSED, "enable and enable_train, which are not both true");
+    else if (strstr(entry->name, "speculative") && !drafts)
+        set_kind(entry, MT_ENTRY_UNUSED, "enable and enable_rollout, which are not both true");
+    else if (strstr(entry->name, "speculative") && has_steps != (strcmp(entry->name, "speculative_num_steps") == 0))
+        set_kind(entry, MT_ENTRY_UNUSED, has_steps ? "vLLM" : "SGLang");
+}
+
 static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *mapping, mt_role_entry *entry) {
     double number = 0;
     bool is_true = false, numeric = is_number(entry->values.items[0], &number);
@@ -472,8 +547,11 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
     } else if (row->kind == MT_KEY_ENABLED) {
         if (!flag || !mt_parse_bool(flag, &is_true) || !is_true)
             entry->kind = MT_ENTRY_FIXED, mt_string_set(&entry->text, "off: enable is not true");
-    } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP) {
+    } else if (row->kind == MT_KEY_DISTILL_COEF || row->kind == MT_KEY_DISTILL_CLIP ||
+               row->kind == MT_KEY_DISTILL_TOPK) {
         derive_of_distillation(r, row, mapping, entry);
+    } else if (row->kind == MT_KEY_MTP) {
+        derive_of_mtp(r, mapping, entry);
     } else if (row->kind == MT_KEY_TEACHER_KEY) {
         if (count_teachers(mt_yaml_get(mapping, "teacher_models")) == 0)
             set_kind(entry, MT_ENTRY_UNUSED, "several teachers: one has all prompts");
@@ -521,6 +599,12 @@ static void derive_value(reader *r, const mt_role_key *row, const mt_yaml_node *
 static void derive_of_distillation(reader *r, const mt_role_key *row, const mt_yaml_node *mapping,
                                    mt_role_entry *entry) {
     bool is_coef = row->kind == MT_KEY_DISTILL_COEF, is_true = is_coef;
+    if (row->kind == MT_KEY_DISTILL_TOPK) {
+        char *mode = sibling_text(r, mapping, "loss_mode");
+        if (!mode || strcmp(mode, "forward_kl_topk") != 0) set_kind(entry, MT_ENTRY_UNUSED, "forward_kl_topk alone");
+        free(mode);
+        return;
+    }
     char *flag = sibling_text(r, mapping, is_coef ? "use_task_rewards" : "use_policy_gradient");
     if (flag) (void)mt_parse_bool(flag, &is_true);
     free(flag);
@@ -832,18 +916,6 @@ static bool is_own_section(const mt_role_key *row, const char *role) {
     bool is_own = strcmp(row->text, "verl.rollout") == 0 && strcmp(role, "actor_infer") == 0;
     for (size_t i = 0; i < sizeof own / sizeof *own && !is_own; i++) is_own = strcmp(row->text, own[i]) == 0;
     return is_own;
-}
-
-/* The text of a path from the root, to free; NULL: there is none, or it is no text. */
-static char *path_text(reader *r, const char *path) {
-    mt_error *error = r->yaml->error, ignored;
-    mt_yaml_node *node;
-    char *text = NULL;
-    r->yaml->error = &ignored;
-    bool found = mt_yaml_find_path(r->yaml, path, r->yaml->root, &node) == 0 && mt_yaml_follow(r->yaml, &node) == 0;
-    if (found && node->kind == MT_YAML_TEXT && !mt_yaml_is_null(node)) text = mt_yaml_value(r->yaml, node, true);
-    r->yaml->error = error;
-    return text;
 }
 
 /* True if the run of the actor trains a critic, as by default in verl. */
@@ -1188,7 +1260,7 @@ static void add_stage(reader *r, const mt_role_stage *row, const char *root) {
     add_option(r, line_of_root_key(r, name), "stage", row->stage)->is_implied = true;
     *r->key = 0;
     drop_idle_in_loss(r, root);
-    settle_divergence(r);
+    if (strcmp(root, "trinity") != 0) settle_divergence(r); // derive_penalty did
     add_defaults(r, root);
 }
 

@@ -506,12 +506,16 @@ static const mt_role_key keys[] = {
      "layouts of several teachers: all have --teacher-*-model-parallel-size"},
     {"verl.distillation_loss", "_target_", MT_KEY_UNUSED, HYDRA},
     {"verl.distillation_loss", "loss_mode", MT_KEY_OPTION, "distillation-loss-mode",
-     "kl=k1|mse=k2|low_var_kl=k3|k1=k1|abs=abs|k2=k2|k3=k3|*=!the divergence is estimated from the tokens that the "
-     "actor "
-     "writes: take k1, k2, k3 or abs; --stage kd compares whole distributions",
+     "kl=k1|mse=k2|low_var_kl=k3|k1=k1|abs=abs|k2=k2|k3=k3|forward_kl_topk=forward_kl_topk|*=!the divergence is "
+     "estimated from the tokens that the actor writes, or is over the teacher's most probable ones: take k1, k2, k3, "
+     "abs "
+     "or forward_kl_topk; --stage kd compares whole distributions",
      LEARNER},
-    {"verl.distillation_loss", "topk log_prob_min_clamp use_chunked_topk chunked_topk_chunk_size", MT_KEY_UNUSED,
-     "forward_kl_topk, which is not supported"},
+    {"verl.distillation_loss", "topk", MT_KEY_DISTILL_TOPK, "distillation-topk", NULL, LEARNER},
+    {"verl.distillation_loss", "log_prob_min_clamp", MT_KEY_DISTILL_TOPK, "distillation-log-prob-min-clamp", NULL,
+     LEARNER},
+    {"verl.distillation_loss", "use_chunked_topk chunked_topk_chunk_size", MT_KEY_UNUSED,
+     "memory of whole logits, which are not copied here"},
     {"verl.distillation_loss", "use_task_rewards", MT_KEY_OPTION, "use-task-rewards", NULL, LEARNER},
     {"verl.distillation_loss", "distillation_loss_coef", MT_KEY_DISTILL_COEF, "distillation-loss-coef", NULL, LEARNER},
     {"verl.distillation_loss", "loss_max_clamp", MT_KEY_OPTION, "distillation-loss-max-clamp", NULL, LEARNER},
@@ -625,13 +629,16 @@ static const mt_role_key keys[] = {
     {"verl.lora", "merge", MT_KEY_UNUSED, SERVER},
     {"verl.lora", "a2a_experimental", MT_KEY_UNUSED, "kernels of Megatron-Bridge"},
     {"verl.model", "mtp", MT_KEY_SECTION, "verl.mtp"},
-    {"verl.mtp", "enable enable_train", MT_KEY_FIXED,
-     "modules of multi-token prediction train in pre-training and fine-tuning: give a model without them", "false"},
-    {"verl.mtp", "detach_encoder mtp_loss_scaling_factor", MT_KEY_UNUSED, "enable_train, which is not supported"},
-    {"verl.mtp",
-     "_target_ enable_rollout speculative_algorithm speculative_num_steps speculative_eagle_topk "
-     "speculative_num_draft_tokens method num_speculative_tokens",
-     MT_KEY_UNUSED, SERVER},
+    {"verl.mtp", "_target_", MT_KEY_UNUSED, HYDRA},
+    {"verl.mtp", "enable", MT_KEY_MTP, "mtp-num-layers", NULL, "actor_train"},
+    {"verl.mtp", "enable_train enable_rollout", MT_KEY_FIXED, "they decide on the keys beside them", "true|false"},
+    {"verl.mtp", "detach_encoder", MT_KEY_MTP, "mtp-loss-scaling-factor", NULL, "actor_train"},
+    {"verl.mtp", "mtp_loss_scaling_factor", MT_KEY_MTP, "mtp-loss-scaling-factor", NULL, "actor_train"},
+    {"verl.mtp", "num_speculative_tokens speculative_num_steps", MT_KEY_MTP, "num-speculative-tokens", NULL,
+     "actor_train"},
+    {"verl.mtp", "speculative_eagle_topk", MT_KEY_FIXED, "drafts are one sequence", "1"},
+    {"verl.mtp", "method", MT_KEY_FIXED, "modules of multi-token prediction draft", "mtp"},
+    {"verl.mtp", "speculative_algorithm speculative_num_draft_tokens", MT_KEY_UNUSED, SERVER},
     {"verl.model", "fsdp_config", MT_KEY_UNUSED, "FSDP"},
     {"verl.model", "enable_gradient_checkpointing gradient_checkpointing_kwargs", MT_KEY_UNUSED,
      TRANSFORMERS " (recompute_granularity of override_transformer_config is Megatron's)"},
@@ -935,8 +942,8 @@ static const mt_role_key keys[] = {
     {"trinity.algorithm", "algorithm_type", MT_KEY_ALGORITHM, "adv-estimator",
      "ppo=gae|grpo=grpo|gspo=grpo|cispo=grpo|dapo=grpo|opmd=grpo|sppo=grpo|rloo=rloo|"
      "reinforceplusplus=reinforce_plus_plus|remax=remax|sft=sft|dpo=dpo|"
-     "sapo=!its loss is the mean over tokens there, and over sequences here (--pg-variant sapo)|"
-     "*=!take ppo, grpo, gspo, cispo, dapo, opmd, sppo, rloo, reinforceplusplus, remax, sft or dpo",
+     "sapo=grpo|topr=reinforce|"
+     "*=!take ppo, grpo, gspo, cispo, dapo, sapo, topr, opmd, sppo, rloo, reinforceplusplus, remax, sft or dpo",
      LEARNER},
     {"trinity.algorithm", "repeat_times", MT_KEY_OPTION, "num-return-sequences", NULL,
      "actor_train actor_infer critic"},
@@ -944,14 +951,19 @@ static const mt_role_key keys[] = {
     {"trinity.optim", "optimizer_type", MT_KEY_OPTION, "optimizer", OPTIMIZERS},
     {"trinity.optim", "*", MT_KEY_SECTION, "verl.optim"},
     {"trinity.algorithm", "policy_loss_fn", MT_KEY_OPTION, "pg-variant",
-     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sft=|dpo=|*=!take ppo, gspo, cispo, opmd or sppo", LEARNER},
+     "ppo=ppo|gspo=gspo|cispo=cispo|opmd=opmd|sppo=sppo|sapo=sapo_detached|topr=topr|sft=|dpo=|*=!take ppo, gspo, "
+     "cispo, sapo, topr, opmd or sppo",
+     LEARNER},
     {"trinity.algorithm", "advantage_fn", MT_KEY_OPTION, "adv-estimator",
      "ppo=gae|grpo=grpo|grpo_verl=grpo|rloo=rloo|reinforceplusplus=reinforce_plus_plus|remax=remax|reinforce=reinforce|"
      "opmd=grpo|*=!take ppo, grpo, grpo_verl, rloo, reinforceplusplus, remax, reinforce or opmd",
      LEARNER},
     {"trinity.algorithm", "sample_strategy", MT_KEY_FIXED, "all responses are trained on", "default|warmup"},
-    {"trinity.algorithm", "kl_penalty_fn", MT_KEY_FIXED, "the divergence is in the loss", "none"},
-    {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_UNUSED, "kl_penalty_fn, which is not supported"},
+    {"trinity.algorithm", "kl_penalty_fn", MT_KEY_PENALTY, "kl-in-reward", TRINITY_KL, LEARNER},
+    {"trinity.algorithm", "kl_penalty_fn_args", MT_KEY_SECTION, "trinity.penalty"},
+    {"trinity.penalty", "kl_coef", MT_KEY_PENALTY, "kl-coef", NULL, LEARNER},
+    {"trinity.penalty", "adaptive", MT_KEY_FIXED, "the weight of the divergence is constant", "false"},
+    {"trinity.penalty", "target_kl horizon", MT_KEY_UNUSED, "adaptive, which is not supported"},
     {"trinity.algorithm", "kl_loss_fn", MT_KEY_DIVERGENCE, "kl-loss-type", TRINITY_KL, LEARNER},
     {"trinity.algorithm", "entropy_loss_fn", MT_KEY_FIXED, "0 of entropy_coef is none", "default|none"},
     {"trinity.algorithm", "loss_agg_mode", MT_KEY_AGGREGATION, "loss-agg-mode", NULL, LEARNER},
@@ -970,6 +982,9 @@ static const mt_role_key keys[] = {
     {"trinity.loss", "clip_range_low", MT_KEY_OPTION, "clip-ratio-low", NULL, LEARNER},
     {"trinity.loss", "clip_range_high", MT_KEY_OPTION, "clip-ratio-high", NULL, LEARNER},
     {"trinity.loss", "epsilon", MT_KEY_OPTION, "clip-ratio", NULL, LEARNER},
+    {"trinity.loss", "tau_pos", MT_KEY_OPTION, "tau-pos", NULL, LEARNER},
+    {"trinity.loss", "tau_neg", MT_KEY_OPTION, "tau-neg", NULL, LEARNER},
+    {"trinity.loss", "advantage_threshold", MT_KEY_FIXED, "topr distinguishes scores above 0", "0|0.0"},
     {"trinity.loss", "tau", MT_KEY_OPTION, "opmd-tau", NULL, LEARNER},
     {"trinity.loss", "beta", MT_KEY_OPTION, "beta", NULL, LEARNER},
     {"trinity.loss", "label_smoothing", MT_KEY_OPTION, "label-smoothing", NULL, LEARNER},
@@ -1176,6 +1191,9 @@ const mt_role_default mt_role_defaults[] = {
     {"verl", "rl", "use_policy_gradient", "distillation-in", "loss", "teacher-load"},
     {"verl", "rl", "use_policy_gradient", "distillation-in", "loss", "teachers"},
     {"verl", "rl", "loss_mode", "distillation-loss-mode", "k3", "distillation-in"},
+    {"verl", "rl", "mtp.enable", "mtp-num-layers", "0"},
+    {"verl", "rl", "num_speculative_tokens", "num-speculative-tokens", "1",
+     "key actor_rollout_ref.model.mtp.enable_rollout"},
     {"verl", "rl", "reward_model", "reward", "model", "key reward_model.enable"},
     {"verl", "rl", "reward", "reward", "exact"}, // in place of verl's Python functions
     // Trinity-RFT's classes, and those of the trainer's part

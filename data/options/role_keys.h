@@ -37,6 +37,7 @@ typedef enum mt_role_key_kind {
     MT_KEY_ALGORITHM,    // Trinity-RFT's algorithm_type: the estimator of advantages, and the policy loss
     MT_KEY_DIVERGENCE,   // Trinity-RFT's estimator in the loss: none is none, but in that of preferences
     MT_KEY_KL_COEF,      // the weight of MT_KEY_DIVERGENCE, if there is one
+    MT_KEY_PENALTY,      // Trinity-RFT's divergence in rewards, and its weight, where the trainer computes advantages
     MT_KEY_ENTROPY_COEF, // Trinity-RFT's weight of the entropy: refused in losses of files, unused where it has none
     MT_KEY_AGGREGATION,  // Trinity-RFT's loss_agg_mode, which must be that of policy_loss_fn_args, and of files
                          // token-mean
@@ -52,6 +53,8 @@ typedef enum mt_role_key_kind {
     MT_KEY_TEACHER_KEY,  // as it is, with several of these
     MT_KEY_DISTILL_COEF, // as it is, unless use_task_rewards is false
     MT_KEY_DISTILL_CLIP, // as it is, if use_policy_gradient is true
+    MT_KEY_DISTILL_TOPK, // as it is, if loss_mode is forward_kl_topk
+    MT_KEY_MTP,          // verl's multi-token prediction: each key counts where its part of `mtp` is enabled
     MT_KEY_EXPERIENCE,   // MT_KEY_SECTION where the role is fine-tuned on samples of files, otherwise not used here
     MT_KEY_FREEZE,       // --freeze-vision and --freeze-projector
     MT_KEY_STRATEGY      // the engine's section: that of `text` for Megatron, otherwise not used here
