@@ -21577,12 +21577,12 @@ static mt_vision *mt_tower(const mt_model *m) {
     return m->modality_state;
 }
 
-static mt_vision_batch *mt_images(const mt_pass *p) {
+static mt_vision_batch *mt_pass_images(const mt_pass *p) {
     return p->mb->modality;
 }
 
 static bool mt_has_images(const mt_pass *p) {
-    return mt_images(p)->num_tokens > 0;
+    return mt_pass_images(p)->num_tokens > 0;
 }
 
 /* Merger 0 adds to the embedding, those of deepstack behind the first layers: merger layer + 1 behind `layer`. */
@@ -21658,7 +21658,7 @@ static mt_norm_args mt_vision_norm(int64_t rows, int64_t C, const mt_norm *w, co
 /* RoPE of a patch's row and column, of q and k or of their gradients, in place. */
 static mt_rope_args mt_vision_rope(const mt_model *m, const mt_pass *p, void *qkv) {
     const mt_vision *t = mt_tower(m);
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_rope_args rope = {.T = v->num_patches, .H = 2 * t->C / t->D, .D = t->D, .x = qkv, .y = qkv};
     rope.x_stride = rope.y_stride = 3 * t->C;
     rope.rotation = (mt_rotation){.cos = v->cos, .sin = v->sin, .positions = v->numbers, .R = t->D};
@@ -21668,7 +21668,7 @@ static mt_rope_args mt_vision_rope(const mt_model *m, const mt_pass *p, void *qk
 /* Attention of a layer, over images or windows. */
 static mt_attention mt_vision_attention(const mt_model *m, const mt_pass *p, int64_t layer, const mt_vision_values *a) {
     const mt_vision *t = mt_tower(m);
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     bool whole = m->options->vision.tower == MT_VISION_QWEN3 || m->options->vision.full_layers >> layer & 1;
     mt_attention call = {.num_heads = t->C / t->D, .num_groups = t->C / t->D, .head_size = t->D, .value_size = t->D};
     call.q = a->qkv, call.k = mt_at(a->qkv, t->C, m->dtype), call.v = mt_at(a->qkv, 2 * t->C, m->dtype);
@@ -21689,7 +21689,7 @@ static mt_activation_args mt_vision_activation(const mt_model *m, int64_t rows, 
 
 /* The values of a layer: its own, or the set of all. */
 static mt_vision_values *mt_vision_values_of(const mt_model *m, const mt_pass *p, int64_t layer) {
-    return mt_images(p)->layers ? &mt_images(p)->layers[layer] : mt_tower(m)->shared;
+    return mt_pass_images(p)->layers ? &mt_pass_images(p)->layers[layer] : mt_tower(m)->shared;
 }
 
 /* out[P, Cv] of layer `i` from its input x. */
@@ -21725,7 +21725,7 @@ static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, c
     const mt_vision_layer *w = &mt_tower(m)->layers[i];
     mt_vision_scratch *s = mt_tower(m)->scratch;
     int64_t P = p->rows, C = mt_tower(m)->C;
-    if (!mt_images(p)->layers) mt_vision_layer_forward(m, p, i, x, NULL); // recomputes
+    if (!mt_pass_images(p)->layers) mt_vision_layer_forward(m, p, i, x, NULL); // recomputes
     const mt_vision_values *a = mt_vision_values_of(m, p, i);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
@@ -21775,7 +21775,7 @@ static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass 
 /* Features of the tokens from x[P, Cv]. */
 static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
     const mt_merger *w = &mt_tower(m)->mergers[i];
-    mt_merger_values *a = &mt_images(p)->mergers[i];
+    mt_merger_values *a = &mt_pass_images(p)->mergers[i];
     mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     mt_bucket_acquire(m, w->bucket);
@@ -21791,7 +21791,7 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
 /* dhidden[P, Cv] += the gradient of x, or with `first` = it. */
 static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *dhidden, bool first) {
     const mt_merger *w = &mt_tower(m)->mergers[i];
-    const mt_merger_values *a = &mt_images(p)->mergers[i];
+    const mt_merger_values *a = &mt_pass_images(p)->mergers[i];
     mt_vision_scratch *s = mt_tower(m)->scratch;
     mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_bucket_acquire(m, w->bucket);
@@ -21812,7 +21812,7 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
 
 /* x[R, C] += the features of merger layer + 1 at the rows of their tokens. */
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t layer, void *x) {
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
     rows.in = p->decode ? mt_tower(m)->features[layer + 1] : v->mergers[layer + 1].out;
     rows.base = rows.out = x;
@@ -21821,7 +21821,7 @@ static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t layer, vo
 
 /* The gradient of these features from dx[R, C]; zeros for tokens of other ranks. */
 static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t layer, const void *dx) {
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token, .from = dx};
     rows.to = v->mergers[layer + 1].dout;
     m->ops->gather_rows(&rows, m->dtype, p->stream);
@@ -21833,7 +21833,7 @@ enum { MT_VISION_TAPS = 4 };
 
 static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
     const mt_vision_input *w = &mt_tower(m)->input;
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_vision_scratch *s = mt_tower(m)->scratch;
     int64_t P = p->rows, C = mt_tower(m)->C;
     mt_bucket_acquire(m, w->bucket);
@@ -21852,7 +21852,7 @@ static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
 /* From dhidden[P, Cv], the gradient of the first layer's input. */
 static void mt_vision_input_backward(mt_model *m, const mt_pass *p, const void *dhidden) {
     const mt_vision_input *w = &mt_tower(m)->input;
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_vision_scratch *s = mt_tower(m)->scratch;
     int64_t P = p->rows, C = mt_tower(m)->C, count = m->options->vision.num_positions;
     mt_bucket_acquire(m, w->bucket);
@@ -21901,7 +21901,7 @@ static void mt_vision_pass_over(mt_model *m) {
 }
 
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_pass patches = mt_vision_pass(p, v->num_patches);
     if (!mt_has_images(p)) {
         mt_vision_pass_over(m);
@@ -21931,7 +21931,7 @@ static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool g
 /* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
  * frozen, nothing does. */
 static void mt_vision_backward(mt_model *m, const mt_pass *p) {
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_vision *t = mt_tower(m);
     void *dhidden = t->scratch->dhidden;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
@@ -21964,7 +21964,7 @@ static int mt_mrope_coordinate(const mt_options *o, int64_t i) {
 }
 
 static bool mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row, mt_rotation *rotation) {
-    const mt_vision_batch *v = mt_images(p);
+    const mt_vision_batch *v = mt_pass_images(p);
     if (!v->has_coordinates) return false;
     *rotation = (mt_rotation){.cos = v->rope_cos,
                               .sin = v->rope_sin,
