@@ -6840,7 +6840,10 @@ typedef enum mt_param_kind {
     MT_SKIPS,        // a number of each head
     MT_TIME_STEPS,   // likewise
     MT_BIAS_TABLE,   // a number of each bucket and query head
-    MT_VISION_GAIN   // of a norm of a vision tower, never 1 + weight
+    // these three, of a vision tower, whose images are divided among the tensor-parallel ranks:
+    MT_VISION_MATRIX, // replicated
+    MT_VISION_GAIN,   // of a norm, never 1 + weight
+    MT_VISION_BIAS
 } mt_param_kind;
 
 static const struct {
@@ -6876,7 +6879,9 @@ static const struct {
     [MT_SKIPS] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_TIME_STEPS] = {MT_CUT_ROWS, MT_INIT_TIME_STEP, MT_GRADIENT_WHOLE, 0},
     [MT_BIAS_TABLE] = {MT_CUT_COLS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
-    [MT_VISION_GAIN] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_VISION_MATRIX] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_HEADS, MT_LINEAR_REPLICATED},
+    [MT_VISION_GAIN] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_VISION_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_HEADS, 0},
 };
 
 typedef struct mt_role_row {
@@ -7199,96 +7204,96 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(ENCODER_NORM, ENCODER_OUTPUT, NORM, C, ONE, encoder_norm.weight, MT_HAS(ENCODER), 0,
                "encoder.norm.weight", [MT_NAMES_T5] = "encoder.final_layer_norm.weight"),
     /* the vision tower of Qwen3-VL */
-    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_3,
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, VISION_MATRIX, VISION_C, VISION_PATCH, patch.weight, VISION_3,
              "model.visual.patch_embed.proj.weight"),
-    MT_TOWER(mt_vision_input, VISION_POSITIONS, VISION_INPUT, REPLICATED, VISION_POSITIONS, VISION_C, positions,
+    MT_TOWER(mt_vision_input, VISION_POSITIONS, VISION_INPUT, VISION_MATRIX, VISION_POSITIONS, VISION_C, positions,
              VISION_3, "model.visual.pos_embed.weight"),
-    MT_TOWER(mt_vision_input, VISION_PATCH_BIAS, VISION_INPUT, NORM_BIAS, VISION_C, ONE, patch.bias, VISION_3,
+    MT_TOWER(mt_vision_input, VISION_PATCH_BIAS, VISION_INPUT, VISION_BIAS, VISION_C, ONE, patch.bias, VISION_3,
              "model.visual.patch_embed.proj.bias"),
-    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, VISION_MATRIX, VISION_3C, VISION_C, qkv.weight, VISION_3,
              "model.visual.blocks.#.attn.qkv.weight"),
-    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_C, o.weight, VISION_3,
              "model.visual.blocks.#.attn.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_UP, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_F, fc2.weight, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc2.weight"),
     MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_3,
              "model.visual.blocks.#.norm1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_NORM1_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm1.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_NORM1_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, norm1.bias, VISION_3,
              "model.visual.blocks.#.norm1.bias"),
-    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, VISION_BIAS, VISION_3C, ONE, qkv.bias, VISION_3,
              "model.visual.blocks.#.attn.qkv.bias"),
-    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, o.bias, VISION_3,
              "model.visual.blocks.#.attn.proj.bias"),
     MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_3,
              "model.visual.blocks.#.norm2.weight"),
-    MT_TOWER(mt_vision_layer, VISION_NORM2_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm2.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_NORM2_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, norm2.bias, VISION_3,
              "model.visual.blocks.#.norm2.bias"),
-    MT_TOWER(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc1.bias"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, fc2.bias, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc2.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_3,
              "model.visual.merger.linear_fc1.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_3,
              "model.visual.merger.linear_fc2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_3,
              "model.visual.merger.norm.weight"),
-    MT_TOWER(mt_merger, MERGER_NORM_BIAS, MERGER, NORM_BIAS, VISION_C, ONE, norm.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, MERGER, VISION_BIAS, VISION_C, ONE, norm.bias, VISION_3,
              "model.visual.merger.norm.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
              "model.visual.merger.linear_fc1.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, VISION_BIAS, C, ONE, fc2.bias, VISION_3,
              "model.visual.merger.linear_fc2.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, DEEPSTACK, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1, DEEPSTACK, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc1.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, DEEPSTACK, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2, DEEPSTACK, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, DEEPSTACK, VISION_GAIN, MERGED_C, ONE, norm.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.norm.weight"),
-    MT_TOWER(mt_merger, MERGER_NORM_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, norm.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, DEEPSTACK, VISION_BIAS, MERGED_C, ONE, norm.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.norm.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, DEEPSTACK, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc1.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, DEEPSTACK, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, DEEPSTACK, VISION_BIAS, C, ONE, fc2.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc2.bias"),
     /* that of Qwen2.5-VL */
-    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_2_5,
-             "visual.patch_embed.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_2_5,
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, VISION_MATRIX, VISION_C, VISION_PATCH, patch.weight,
+             VISION_2_5, "visual.patch_embed.proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, VISION_MATRIX, VISION_3C, VISION_C, qkv.weight, VISION_2_5,
              "visual.blocks.#.attn.qkv.weight"),
-    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_C, o.weight, VISION_2_5,
              "visual.blocks.#.attn.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_GATE, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_GATE, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight, VISION_2_5,
              "visual.blocks.#.mlp.gate_proj.weight"),
-    MT_ANY_ROLE(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight,
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight,
                 MT_HAS(VISION_2_5), 0, true, "visual.blocks.#.mlp.up_proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_F, fc2.weight, VISION_2_5,
              "visual.blocks.#.mlp.down_proj.weight"),
     MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_2_5,
              "visual.blocks.#.norm1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, VISION_BIAS, VISION_3C, ONE, qkv.bias, VISION_2_5,
              "visual.blocks.#.attn.qkv.bias"),
-    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, o.bias, VISION_2_5,
              "visual.blocks.#.attn.proj.bias"),
     MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_2_5,
              "visual.blocks.#.norm2.weight"),
-    MT_TOWER(mt_vision_layer, VISION_GATE_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_GATE_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, VISION_2_5,
              "visual.blocks.#.mlp.gate_proj.bias"),
-    MT_ANY_ROLE(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, MT_HAS(VISION_2_5),
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, MT_HAS(VISION_2_5),
                 0, true, "visual.blocks.#.mlp.up_proj.bias"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, fc2.bias, VISION_2_5,
              "visual.blocks.#.mlp.down_proj.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_2_5,
              "visual.merger.mlp.0.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_2_5,
              "visual.merger.mlp.2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_2_5,
              "visual.merger.ln_q.weight"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_2_5,
              "visual.merger.mlp.0.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_2_5, "visual.merger.mlp.2.bias"),
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, VISION_BIAS, C, ONE, fc2.bias, VISION_2_5, "visual.merger.mlp.2.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
@@ -7327,7 +7332,7 @@ typedef struct mt_modality {
     void (*stop)(mt_model *m);
     /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
     int (*check_batch)(const mt_model *m, const mt_batch *batch, mt_error *error);
-    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *batch, const struct mt_batch_block *block);
+    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block);
     void (*load_decode)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *batch,
                         const struct mt_batch_block *block);
     /* on the stage with the embedding: features, before the embedding; gradients of its parameters from theirs, after
@@ -11270,6 +11275,12 @@ void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whol
         sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, token_of_row[t]));
 }
 
+/* The tokens of a micro-batch of `num_tokens` that are this rank's rows, [num_tokens / ranks]; after mt_context_shard,
+ * until mt_context_load. */
+static const int32_t *mt_context_own_tokens(const mt_context *c, int64_t num_tokens) {
+    return c->host_token_of_row + c->plan.a2a->rank * (num_tokens / c->plan.ring->size / c->plan.a2a->size);
+}
+
 /* True if a sequence has tokens on both sides of place `at`. */
 static bool mt_context_inside(const mt_batch *whole, int64_t at) {
     if (at <= 0 || at >= whole->num_tokens) return false;
@@ -12802,7 +12813,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
     if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
     int64_t bytes = end - (const char *)block.spans;
-    if (m->modality) m->modality->load(m, mb, batch, &block);
+    if (m->modality) m->modality->load(m, mb, whole, &block);
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -21502,8 +21513,14 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  * mergers of deepstack, behind other layers of the tower, are added to the outputs of the decoder's first layers at the
  * same rows (Meng et al., "DeepStack"). The backward takes the gradients at these places (mt_vision_take), then runs
  * the tower backwards. Tokens of an image have three coordinates, by which RoPE rotates different channels; the host
- * computes the cosines of each token. The tower is on the stage with the embedding, and whole on every tensor-parallel
- * rank. Its row of mt_modality, at the end, is what the trunk calls. Invariants: with windows, the host puts the
+ * computes the cosines of each token.
+ *
+ * The tower is on the stage with the embedding, and every rank there has all of its parameters. The images of a
+ * micro-batch are divided among the tensor- and context-parallel ranks that share it, whole, so that attention stays
+ * on a rank (mt_images_divide); every rank then gathers the features of all (mt_vision_gather_features), and their
+ * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks. Each
+ * data-parallel rank has the images of its own micro-batches. The row of mt_modality, at the end, is what the trunk
+ * calls. Invariants: with windows, the host puts the
  * patches in the order of windows, so that every span is contiguous, in a window and in an image; a micro-batch without
  * images computes nothing, but each backward completes the tower's gradients, as ranks reduce them together. */
 
@@ -21518,23 +21535,26 @@ typedef struct mt_vision {
     struct mt_vision_scratch *scratch;
     char *staged[2]; // as mt_model.staged_batch
     int64_t block_bytes;
+    int64_t patches;                          // see mt_model_patches
     void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
 } mt_vision;
 
 /* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
 typedef struct mt_vision_batch {
-    int64_t num_patches, num_tokens; // P; tokens that they become; 0: the micro-batch has no image
-    bool has_coordinates;            // the decoder's tokens rotate by rope_cos, rope_sin
-    char *memory;                    // on the device, of the arrays to token_rows
-    float *rope_cos, *rope_sin;      // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
-    int32_t *numbers;                // [max(T, P)] 0, 1, 2 ...
-    int32_t *token_of_row;           // [R] for each row of the residual stream its token among those of images, or -1
-    float *patches;                  // [P, numbers of a patch] from here on: on the stage with the embedding
-    float *cos, *sin;                // [P, D / 2] of patches
-    int32_t *taps;                   // [4, P] learned positions of a patch
-    float *tap_weights;              // [4, P]
-    mt_span *images, *windows;       // patches that attend to each other
-    int32_t *row_of_token;           // [num_tokens] rows of the residual stream; -1: on another rank
+    int64_t num_tokens;             // of its images on all ranks; 0: the micro-batch has no image
+    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of their tokens
+    int64_t *first_token;           // [ranks + 1] those of each rank of tensor_context: they stand in this order
+    bool has_coordinates;           // the decoder's tokens rotate by rope_cos, rope_sin
+    char *memory;                   // on the device, of the arrays to token_rows
+    float *rope_cos, *rope_sin;     // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
+    int32_t *numbers;               // [max(T, P)] 0, 1, 2 ...
+    int32_t *token_of_row;          // [R] for each row of the residual stream its token among those of images, or -1
+    float *patches;                 // [P, numbers of a patch] from here on: on the stage with the embedding
+    float *cos, *sin;               // [P, D / 2] of patches
+    int32_t *taps;                  // [4, P] learned positions of a patch
+    float *tap_weights;             // [4, P]
+    mt_span *images, *windows;      // patches that attend to each other
+    int32_t *row_of_token;          // [num_tokens] rows of the residual stream; -1: another rank has it
     mt_span *host_images, *host_windows;
     int64_t num_images, num_windows;
     void *x;                         // [P, numbers of a patch] the patches in the model's type
@@ -21557,7 +21577,7 @@ typedef struct mt_vision_values {
 typedef struct mt_merger_values {
     mt_normed norm;     // [P, Cv]
     void *fc1, *active; // [P / M, M Cv]
-    void *out, *dout;   // [P / M, C] features of the tokens, and their gradient
+    void *out, *dout;   // [num_tokens, C] features of the tokens, and their gradient
 } mt_merger_values;
 
 typedef struct mt_vision_scratch {
@@ -21772,7 +21792,7 @@ static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass 
                                 .y = a->active};
 }
 
-/* Features of the tokens from x[P, Cv]. */
+/* Features of the tokens of this rank's images from x[P, Cv]. */
 static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
     const mt_merger *w = &mt_tower(m)->mergers[i];
     mt_merger_values *a = &mt_pass_images(p)->mergers[i];
@@ -21784,7 +21804,8 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
     mt_norm_forward_of(m, p, &norm);
     mt_linear_forward(mt_linears(&tokens), &w->fc1, &(mt_linear_io){.x = a->norm.y, .y = a->fc1});
     m->ops->activation_forward(&activation, m->dtype, p->stream);
-    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = a->out});
+    void *own = mt_at(a->out, mt_pass_images(p)->first_own * m->C, m->dtype);
+    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = own});
     mt_bucket_release(m, w->bucket);
 }
 
@@ -21796,7 +21817,8 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
     mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    mt_linear_io fc2 = {.x = a->active, .dy = a->dout, .dx = s->dactive};
+    const void *own = mt_at(a->dout, mt_pass_images(p)->first_own * m->C, m->dtype);
+    mt_linear_io fc2 = {.x = a->active, .dy = own, .dx = s->dactive};
     mt_linear_backward(mt_linears(&tokens), &w->fc2, &fc2, MT_BACKWARD_BOTH);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     activation.dy = s->dactive, activation.dx = s->dfc1;
@@ -21880,8 +21902,8 @@ static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
     return merger;
 }
 
-/* Ranks that share a bucket gather its weights at the same time: one whose micro-batch has no images does as others
- * whose micro-batches have some, in the order of their passes. */
+/* Ranks that share a bucket gather its weights at the same time: one without images does as others that have some, in
+ * the order of their passes. */
 static void mt_vision_gather(mt_model *m, int64_t bucket) {
     if (m->plan.max_patches == 0) return; // no rank has images
     mt_bucket_acquire(m, bucket);
@@ -21900,10 +21922,12 @@ static void mt_vision_pass_over(mt_model *m) {
     mt_vision_gather(m, t->mergers[0].bucket);
 }
 
-static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+/* The features of this rank's images. */
+static void mt_vision_compute(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = mt_pass_images(p);
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    if (!mt_has_images(p)) {
+    mt_tower(m)->patches += v->num_patches;
+    if (v->num_patches == 0) {
         mt_vision_pass_over(m);
         return;
     }
@@ -21916,8 +21940,41 @@ static void mt_vision_forward(mt_model *m, const mt_pass *p) {
     mt_merger_forward(m, &patches, 0, v->hidden[mt_tower(m)->num_layers]);
 }
 
-/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing.
- * `gathers`: other ranks, whose micro-batches have images, read its weights. */
+/* The features of all images, from the ranks that computed them. */
+static void mt_vision_gather_features(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    const mt_group *group = &m->grid->tensor_context;
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers && group->size > 1; i++)
+        for (int rank = 0; rank < group->size; rank++) {
+            int64_t first = v->first_token[rank], count = v->first_token[rank + 1] - first;
+            if (count == 0) continue;
+            m->ops->broadcast(mt_at(v->mergers[i].out, first * m->C, m->dtype), count * m->C, m->dtype, rank, group,
+                              p->stream);
+        }
+}
+
+/* The gradients of the features of each rank's images: sums over the ranks with rows of the residual stream. Without
+ * sequence parallelism tensor-parallel ranks have equal rows, and each sums those of its own images. */
+static void mt_vision_reduce_gradients(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    bool rows_differ = m->tp.sequence_parallel;
+    const mt_group *group = rows_differ ? &m->grid->tensor_context : &m->grid->context;
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers && group->size > 1; i++)
+        for (int rank = 0; rank < group->size; rank++) {
+            int owner = rows_differ ? rank : rank * m->grid->tensor.size + m->grid->tensor.rank; // in tensor_context
+            int64_t first = v->first_token[owner], count = v->first_token[owner + 1] - first;
+            void *dout = mt_at(v->mergers[i].dout, first * m->C, m->dtype);
+            if (count > 0) m->ops->reduce(dout, dout, count * m->C, m->dtype, rank, group, p->stream);
+        }
+}
+
+static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+    mt_vision_compute(m, p);
+    if (mt_has_images(p)) mt_vision_gather_features(m, p);
+}
+
+/* Gradients of a bucket to which a rank without images, or a backward that stops before it, adds nothing. `gathers`:
+ * other ranks, which have images, read its weights. */
 static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
     if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
     if (m->buckets[bucket].trained) {
@@ -21936,7 +21993,8 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     void *dhidden = t->scratch->dhidden;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
     bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
-    bool runs = mt_has_images(p) && any;
+    bool runs = v->num_patches > 0 && any;
+    if (mt_has_images(p) && any) mt_vision_reduce_gradients(m, p);
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], dhidden, true);
@@ -21974,11 +22032,11 @@ static bool mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t firs
     return true;
 }
 
-/* Assigns the arrays of images of P patches beside T tokens; on the stage with the embedding also those of the tower.
- */
+/* Assigns the arrays of images beside T tokens; on the stage with the embedding also those of the tower, for P patches
+ * on this rank and image tokens on all. */
 static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *arena, int64_t T, int64_t P,
-                               bool tower) {
-    int64_t tokens = P / mt_tower(m)->M, half = m->rotary_dim / 2;
+                               int64_t tokens, bool tower) {
+    int64_t half = m->rotary_dim / 2;
     v->rope_cos = mt_arena_alloc(arena, T * half * 4), v->rope_sin = mt_arena_alloc(arena, T * half * 4);
     v->numbers = mt_arena_alloc(arena, mt_max(T, P) * 4), v->token_of_row = mt_arena_alloc(arena, T * 4);
     if (!tower) return;
@@ -21987,12 +22045,12 @@ static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *
     v->sin = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4);
     v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
     v->tap_weights = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
-    v->images = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
-    v->windows = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
+    v->images = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
+    v->windows = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
 }
 
-/* The cosines of the decoder's token t, which has these coordinates. */
+/* The cosines of the decoder's row t, whose token has these coordinates. */
 static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int64_t t, const int64_t at[3]) {
     const mt_options *o = m->options;
     int64_t half = m->rotary_dim / 2;
@@ -22002,9 +22060,11 @@ static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int
     }
 }
 
-/* The rows of the residual stream of each image's tokens, in order, and the cosines of all tokens. A token of text has
- * one coordinate, its position; the tokens of an image begin there, and the text behind it at its longer side. */
-static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *rows, const mt_vision_batch *host) {
+/* The rows of each image's tokens, in order, and the cosines of all rows. local[t]: this rank's row of token t, or -1:
+ * another context-parallel rank has it. A token of text has one coordinate, its position; the tokens of an image begin
+ * there, and the text behind it at its longer side. */
+static void mt_vision_place(const mt_model *m, const mt_batch *batch, const int32_t *local, int32_t *rows,
+                            const mt_vision_batch *host) {
     const mt_options *o = m->options;
     int64_t side = o->vision.spatial_merge_size, image = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
@@ -22015,8 +22075,8 @@ static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *r
             int64_t height = grid ? grid->height / side : 1, width = grid ? grid->width / side : 1;
             for (int64_t k = 0; k < height * width; k++, t++) {
                 int64_t at[3] = {position, position + k / width, position + k % width};
-                mt_vision_rotate(m, host, t, at);
-                if (grid) *rows++ = (int32_t)t;
+                if (local[t] >= 0) mt_vision_rotate(m, host, local[t], at);
+                if (grid) *rows++ = local[t];
             }
             position += mt_max(height, width);
         }
@@ -22061,62 +22121,122 @@ static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, c
     }
 }
 
-/* An image's patches, in the order of windows where the tower has them; rows: of its tokens. */
-static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t first,
+/* The rows of an image's tokens, from `token` on, and its patches, unless they are NULL: another rank computes it. Both
+ * in the order of windows where the tower has them; rows: in the order of the image. */
+static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
                                  const int32_t *rows, mt_vision_batch *v, const mt_vision_batch *host) {
     const mt_vision_options *o = &m->options->vision;
     int64_t height = grid->height / o->spatial_merge_size, width = grid->width / o->spatial_merge_size;
-    int64_t M = mt_tower(m)->M, tall = height, wide = width, to = first;
+    int64_t M = mt_tower(m)->M, tall = height, wide = width, first = (token - v->first_own) * M, to = first;
     if (o->tower == MT_VISION_QWEN2_5) tall = wide = mt_max(o->window_size / o->patch_size / o->spatial_merge_size, 1);
     for (int64_t top = 0; top < height; top += tall)
         for (int64_t left = 0; left < width; left += wide) {
             int64_t begin = to, bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
             for (int64_t row = top; row < bottom; row++)
                 for (int64_t column = left; column < right; column++, to += M) {
-                    mt_vision_token_load(m, grid, patches, row, column, to, host);
-                    host->row_of_token[to / M] = rows[row * width + column];
+                    host->row_of_token[token++] = rows[row * width + column];
+                    if (patches) mt_vision_token_load(m, grid, patches, row, column, to, host);
                 }
-            v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
+            if (patches) v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
         }
-    v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    if (patches) v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+}
+
+/* An image and its number of patches. */
+typedef struct mt_sized_image {
+    int64_t patches, image;
+} mt_sized_image;
+
+static int mt_sized_image_compare(const void *a, const void *b) {
+    const mt_sized_image *x = a, *y = b;
+    if (x->patches != y->patches) return x->patches < y->patches ? 1 : -1;
+    return x->image < y->image ? -1 : x->image > y->image;
+}
+
+void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_images, int64_t ranks) {
+    mt_sized_image *sizes = mt_malloc(num_images * (int64_t)sizeof *sizes);
+    int64_t *load = mt_calloc(ranks * 8);
+    for (int64_t i = 0; i < num_images; i++) sizes[i] = (mt_sized_image){grids[i].height * grids[i].width, i};
+    if (num_images > 0) qsort(sizes, (size_t)num_images, sizeof *sizes, mt_sized_image_compare);
+    for (int64_t i = 0; i < num_images; i++) {
+        int64_t least = 0;
+        for (int64_t rank = 1; rank < ranks; rank++)
+            if (load[rank] < load[least]) least = rank;
+        load[least] += sizes[i].patches, owner[sizes[i].image] = (int32_t)least;
+    }
+    free(load);
+    free(sizes);
+}
+
+/* Divides the images of a micro-batch among the ranks that share it: owner[num_images], and the tokens of each rank. */
+static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, int32_t *owner, mt_vision_batch *v) {
+    const mt_group *group = &m->grid->tensor_context;
+    mt_images_divide(owner, images->grids, images->num_images, group->size);
+    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
+    for (int64_t i = 0; i < images->num_images; i++)
+        v->first_token[owner[i] + 1] += images->grids[i].height * images->grids[i].width / mt_tower(m)->M;
+    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
+    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
+    v->num_patches = (v->first_token[group->rank + 1] - v->first_own) * mt_tower(m)->M;
+}
+
+/* The rows of all image tokens, and the patches of this rank's images. rows: of the images' tokens, in order; owner: of
+ * the images. Each token has its row on one rank: with sequence parallelism, of all that share the micro-batch. */
+static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, const mt_image_batch *images,
+                                  const int32_t *owner, const int32_t *rows, const mt_vision_batch *host) {
+    const mt_group *group = &m->grid->tensor_context;
+    mt_vision_batch *v = mb->modality;
+    int64_t *next = mt_malloc(group->size * 8), first_row = 0;
+    const float *patches = images->patches;
+    if (m->tp.sequence_parallel) first_row = m->grid->tensor.rank * mb->rows;
+    memcpy(next, v->first_token, (size_t)group->size * 8);
+    for (int64_t i = 0; i < images->num_images; i++) {
+        const mt_image_grid *grid = &images->grids[i];
+        int64_t P = grid->height * grid->width, tokens = P / mt_tower(m)->M;
+        mt_vision_image_load(m, grid, owner[i] == group->rank ? patches : NULL, next[owner[i]], rows, v, host);
+        patches += P * mt_patch_values(m->options), rows += tokens, next[owner[i]] += tokens;
+    }
+    for (int64_t k = 0; k < v->num_tokens; k++) {
+        int64_t here = host->row_of_token[k] - first_row; // a row of -1 is before all of them
+        bool held = host->row_of_token[k] >= 0 && here >= 0 && here < mb->rows;
+        host->row_of_token[k] = held ? (int32_t)here : -1;
+        if (held) host->token_of_row[here] = (int32_t)k;
+    }
+    memcpy(host->images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
+    memcpy(host->windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    free(next);
 }
 
 /* Fills the inputs of a micro-batch's images and enqueues their copy; image tokens among block->tokens become -1, whose
  * embedding is 0. */
-static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
-    const mt_image_batch *images = &batch->images;
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block) {
+    const mt_image_batch *images = &whole->images;
     mt_vision_batch *v = mb->modality;
     bool tower = m->stages[mb->chunk].embedding;
-    int64_t M = mt_tower(m)->M, T = batch->num_tokens, P = 0;
-    for (int64_t i = 0; i < images->num_images; i++) P += images->grids[i].height * images->grids[i].width;
-    v->num_patches = P, v->num_tokens = P / M, v->num_images = v->num_windows = 0;
-    v->has_coordinates = P > 0;
-    if (P == 0) return;
+    int64_t T = mb->T;
+    v->num_tokens = v->num_patches = v->num_images = v->num_windows = 0;
+    v->has_coordinates = images->num_images > 0;
+    if (images->num_images == 0) return;
+    const int32_t *own_tokens = mb->context ? mt_context_own_tokens(mb->context, whole->num_tokens) : NULL;
+    int32_t *owner = mt_malloc(images->num_images * 4), *local = mt_malloc(whole->num_tokens * 4);
+    for (int64_t t = 0; t < whole->num_tokens; t++) local[t] = own_tokens ? -1 : (int32_t)t;
+    for (int64_t t = 0; t < T && own_tokens; t++) local[own_tokens[t]] = (int32_t)t;
+    mt_vision_divide(m, images, owner, v);
+    int64_t P = v->num_patches;
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
-    mt_vision_block_at(m, v, &on_device, T, P, tower);
+    mt_vision_block_at(m, v, &on_device, T, P, v->num_tokens, tower);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, T, P, tower);
-    int32_t *rows = mt_malloc(v->num_tokens * 4), *row = rows; // of tokens in the order of the images
-    int64_t first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, first = 0;
-    mt_vision_place(m, batch, rows, &host);
+    mt_vision_block_at(m, &host, &on_host, T, P, v->num_tokens, tower);
+    int32_t *rows = mt_malloc(v->num_tokens * 4); // of tokens in the order of the images
+    mt_vision_place(m, whole, local, rows, &host);
     for (int64_t t = 0; t < mt_max(T, P); t++) host.numbers[t] = (int32_t)t;
     for (int64_t t = 0; t < T; t++) host.token_of_row[t] = -1;
-    for (int64_t k = 0; k < v->num_tokens; k++) block->tokens[rows[k]] = -1;
-    for (int64_t i = 0; i < images->num_images && tower; i++) {
-        const mt_image_grid *grid = &images->grids[i];
-        const float *patches = images->patches + first * mt_patch_values(m->options);
-        mt_vision_image_load(m, grid, patches, first, row, v, &host);
-        first += grid->height * grid->width, row += grid->height * grid->width / M;
-    }
-    for (int64_t k = 0; k < v->num_tokens && tower; k++) {
-        int64_t here = host.row_of_token[k] - first_row;
-        bool held = here >= 0 && here < mb->rows;
-        host.row_of_token[k] = held ? (int32_t)here : -1;
-        if (held) host.token_of_row[here] = (int32_t)k;
-    }
-    if (tower) memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
-    if (tower) memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    for (int64_t k = 0; k < v->num_tokens; k++)
+        if (rows[k] >= 0) block->tokens[rows[k]] = -1;
+    if (tower) mt_vision_images_load(m, mb, images, owner, rows, &host);
+    free(owner);
+    free(local);
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
 }
@@ -22131,9 +22251,9 @@ static void mt_vision_load_decode(mt_model *m, mt_micro_batch *mb, const mt_batc
     MT_CHECK(m->plan.max_image_tokens > 0);
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
-    mt_vision_block_at(m, v, &on_device, T, 0, false);
+    mt_vision_block_at(m, v, &on_device, T, 0, 0, false);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, T, 0, false);
+    mt_vision_block_at(m, &host, &on_host, T, 0, 0, false);
     for (int64_t t = 0; t < T; t++) {
         const int32_t *place = &rows->coordinates[3 * t];
         mt_vision_rotate(m, &host, t, (int64_t[3]){place[0], place[1], place[2]});
@@ -22153,13 +22273,13 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = mb->modality;
-    v->num_patches = P, v->num_tokens = tokens, v->num_images = v->num_windows = 0;
+    v->num_patches = P, v->num_tokens = tokens, v->first_own = v->num_images = v->num_windows = 0;
     m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
-    mt_vision_block_at(m, v, &on_device, tokens, P, true);
+    mt_vision_block_at(m, v, &on_device, tokens, P, tokens, true);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, tokens, P, true);
+    mt_vision_block_at(m, &host, &on_host, tokens, P, tokens, true);
     int32_t *rows = mt_malloc(tokens * 4);
     for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
     for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
@@ -22171,7 +22291,7 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
     mb->context = NULL;
     mt_pass p = mt_pass_begin(m, mb);
-    mt_vision_forward(m, &p);
+    mt_vision_compute(m, &p);
     for (int64_t i = 0; i < mt_tower(m)->num_mergers; i++) {
         mt_row_args gather = {.T = tokens, .width = m->C, .index = v->token_of_row, .from = v->mergers[i].out};
         gather.to = mt_at(mt_tower(m)->features[i], row * m->C, m->dtype);
@@ -22292,6 +22412,10 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     s->row_dot = mt_arena_alloc(arena, P * (t->C / t->D) * 4);
 }
 
+int64_t mt_model_patches(const mt_model *m) {
+    return m->modality ? mt_tower(m)->patches : 0;
+}
+
 /* ---- creation */
 
 /* Sizes of the tower; after mt_model_stages. */
@@ -22305,7 +22429,8 @@ static void mt_vision_open(mt_model *m) {
     t->M = mt_patches_of_token(m->options);
     t->shared = mt_model_calloc(m, (int64_t)sizeof *t->shared);
     t->scratch = mt_model_calloc(m, (int64_t)sizeof *t->scratch);
-    if (m->plan.max_patches > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, m->plan.max_patches, true);
+    int64_t P = m->plan.max_patches;
+    if (P > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, P, P / t->M, true);
     t->block_bytes = block.used;
 }
 
@@ -22324,6 +22449,7 @@ static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb) {
     mt_vision_batch *v = mb->modality = mt_model_calloc(m, (int64_t)sizeof *v);
     int64_t tokens = m->plan.max_patches / t->M;
     bool keeps = m->plan.train && m->options->recompute_granularity != MT_RECOMPUTE_FULL;
+    v->first_token = mt_model_calloc(m, (m->grid->tensor_context.size + 1) * 8);
     if (!m->stages[mb->chunk].embedding) return;
     v->hidden = mt_model_calloc(m, (t->num_layers + 1) * (int64_t)sizeof *v->hidden);
     v->mergers = mt_model_calloc(m, t->num_mergers * (int64_t)sizeof *v->mergers);
@@ -22394,10 +22520,9 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
          "--vision-deepstack-layers adds to the first %lld layers of the decoder, and the first pipeline stage has "
          "%lld; give it more, or take fewer stages",
          {deepstack, stage_layers}},
-        {o->context_parallel_size > 1,
-         "--context-parallel-size %lld: a model with a vision tower keeps its sequences whole; leave it out, or load "
-         "the decoder by --language-model-only",
-         {o->context_parallel_size}},
+        {.broken = o->dynamic_context_parallel,
+         .message = "--dynamic-context-parallel: the images of a model with a vision tower are divided among all ranks "
+                    "of --context-parallel-size so far; leave it out, or load the decoder by --language-model-only"},
         {o->mtp_num_layers > 0,
          "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
          "decoder by --language-model-only",

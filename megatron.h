@@ -3356,7 +3356,7 @@ typedef enum mt_init {
 typedef enum mt_gradient {
     MT_GRADIENT_WHOLE,       // complete
     MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
-    MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
+    MT_GRADIENT_HEADS,       // from this rank's heads, or images: sum over the tensor group
     MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
     MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
@@ -3580,6 +3580,10 @@ void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
 
 /* Gives an allocated batch room for images of up to max_patches patches; mt_batch_free frees them too. */
 void mt_batch_alloc_images(mt_batch *batch, const mt_options *options, int64_t max_patches);
+
+/* Divides images among ranks: from the one with most patches on, each goes to the rank with the fewest patches so far,
+ * the first of such. owner[num_images]: the rank of each. */
+void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_images, int64_t ranks);
 
 /* The numbers of a patch; the most patches that the images of a micro-batch of `tokens` tokens have, for
  * mt_model_plan.max_patches; 0 without a vision tower. */
@@ -3845,6 +3849,9 @@ void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64
  * mt_image_batch, and keeps them in rows [row, row + tokens of the image) of plan->max_image_tokens, for
  * mt_batch.image_rows. Ranks without the embedding do nothing. */
 void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
+
+/* The patches whose features this rank has computed since the model was created, without recomputation. */
+int64_t mt_model_patches(const mt_model *model);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */

@@ -70,7 +70,10 @@ layouts_train_alike() {
     trains_on 2 --tensor-model-parallel-size 2 --sequence-parallel && equals_the_reference &&
         trains_on 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 && equals_the_reference &&
         trains_on 2 --use-distributed-optimizer --sequence-packing --micro-batch-size 1 && equals_the_reference &&
-        trains_on 4 --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 && equals_the_reference
+        trains_on 4 --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 && equals_the_reference &&
+        trains_on 2 --context-parallel-size 2 && equals_the_reference &&
+        trains_on 2 --context-parallel-size 2 --cp-comm-type all_gather --sequence-packing --micro-batch-size 1 &&
+        equals_the_reference
 }
 
 a_stopped_run_goes_on_equally() {
@@ -118,6 +121,7 @@ EOF
 }
 
 what_is_not_supported_is_refused() {
+    dynamic='--sequence-packing --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 128'
     while IFS='|' read -r ranks words pattern; do
         # shellcheck disable=SC2086
         set -- "$train" $settings $data --load "$work/model" --finetune $words
@@ -128,7 +132,7 @@ what_is_not_supported_is_refused() {
         else
             refused "$pattern" "$@" || return 1
         fi
-    done <<'EOF'
+    done <<EOF
 1|--seq-length 64|lines.jsonl:2: has 97 tokens with those of its 3 pictures, and --seq-length 64 would cut a picture
 1|--chat-template chatml|lines.jsonl:1: has pictures, which only the chat template of a folder writes
 1|--language-model-only|lines.jsonl:1: has "images", which only --sft of a model with a vision tower reads
@@ -136,7 +140,7 @@ what_is_not_supported_is_refused() {
 1|--fp8-format hybrid|--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far
 1|--mtp-num-layers 1|--mtp-num-layers 1: modules of multi-token prediction do not know images
 1|--lora-rank 4 --lora-target qkv|--lora-target qkv: visual.blocks.0.attn.qkv is outside the layers
-2|--context-parallel-size 2|--context-parallel-size 2: a model with a vision tower keeps its sequences whole
+2|--context-parallel-size 2 $dynamic|--dynamic-context-parallel: the images of a model with a vision tower are divided
 EOF
 }
 
