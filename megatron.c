@@ -7321,13 +7321,15 @@ typedef struct mt_modality {
     /* parameters, in buckets of their own on the stage with the embedding */
     void (*add_params)(struct mt_param_table *table, bool frozen); // the frozen ones or the others, in forward order
     bool (*freezes)(const mt_options *o, mt_unit unit);
-    char *(*owner)(mt_model *m, const mt_param *param); // the struct with its weight, whose first field is its bucket
+    char *(*owner)(const mt_model *m,
+                   const mt_param *param); // the struct with its weight, whose first field is its bucket
     /* creation: sizes; lists of a micro-batch; memory; host memory beside the model's */
     void (*open)(mt_model *m);
     void (*open_batch)(mt_model *m, struct mt_micro_batch *mb);
     void (*plan_batch)(const mt_model *m, struct mt_micro_batch *mb, mt_arena *arena); // inputs and saved values
     void (*plan_scratch)(mt_model *m, mt_arena *arena);
     int64_t (*workspace_bytes)(const mt_model *m);
+    int64_t (*rows)(const mt_model *m); // the most of a linear on this rank
     void (*start)(mt_model *m);
     void (*stop)(mt_model *m);
     /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
@@ -7590,7 +7592,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
                     !(row->when & (MT_HAS(MTP) | MT_HAS(INDEXER)));
     // the products of narrow matrices of Kimi delta attention, and of the indexer, stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
+    bool of_tower = param->is_linear && param->vision_part >= 0 && row->role != MT_VISION_PATCH; // a convolution there
+    param->can_adapt = (of_layer || of_tower) && !stacked && param->hf_groups == 1; // an adapter's file names modules
+    param->hf_moved = o->vision.tower == MT_VISION_QWEN2_5;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -7696,6 +7700,21 @@ bool mt_param_is_adapter(const mt_param *param) {
     return param->role == MT_LORA_A || param->role == MT_LORA_B;
 }
 
+void mt_param_module(char name[160], const mt_param *param) {
+    const char *from = param->hf_name, *prefix = "", end[] = ".weight";
+    size_t length = strlen(from);
+    if (length > strlen(end) && strcmp(from + length - strlen(end), end) == 0) // not gpt-oss's experts
+        length -= strlen(end);
+    if (param->hf_moved && strncmp(from, "visual.", 7) == 0) prefix = "model.";
+    if (param->hf_moved && strncmp(from, "model.", 6) == 0) prefix = "model.language_model.", from += 6, length -= 6;
+    snprintf(name, 160, "%s%.*s", prefix, (int)length, from);
+}
+
+bool mt_param_is_frozen(const mt_options *o, const mt_param *param) {
+    const mt_modality *modality = mt_modality_of(o);
+    return modality && modality->freezes(o, param->unit);
+}
+
 /* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
  * all ranks hold, is a partial sum over them. */
 static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
@@ -7711,8 +7730,10 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
     param->hf_row = 0, param->trained = true;
     param->hf_transposed = param->can_adapt = param->takes_fp8 = false;
-    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
-             (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
+    char module[160];
+    mt_param_module(module, base);
+    param->hf_moved = false;
+    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.128s.lora_%c.weight", module, is_a ? 'A' : 'B');
     param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
     param->bucket = table->bucket, param->continues = continues, param->field += offsetof(mt_linear, adapter);
     *(is_a ? &param->first_row : &param->first_col) = 0;
@@ -13871,7 +13892,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
-/* Zeroes the gradients of a bucket's linears that no product of this step has written. */
+/* Zeroes the gradients of a trained bucket's linears that no product of this step has written. */
 static void mt_bucket_zero_unwritten(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     bool written = false; // of the parameters that are one operand
@@ -13891,6 +13912,10 @@ static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
     for (; i >= 0 && i != bucket; i--) {
         param = &m->params[m->buckets[i].first_param];
         bool same = param->layer == of->layer && (param->expert < 0) == (of->expert < 0);
+        if (param->vision_part >= 0 && of->vision_part >= 0)
+            same = m->modality->owner(m, param) == m->modality->owner(m, of);
+        else
+            same &= param->vision_part == of->vision_part;
         if (mt_param_is_adapter(param) && same) break;
     }
     return i;
@@ -16122,8 +16147,9 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
     m->adapter_table_bytes = adapters.used;
     for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
-    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
-    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
+    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m)) : T;
+    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * adapted * R * size);
+    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size); // of the decoder: a modality has no dropout
     mt_plan_scratch(m, arena);
     if (m->modality) m->modality->plan_scratch(m, arena);
     mt_plan_experts(m, arena);
@@ -21639,12 +21665,13 @@ static void mt_vision_add_params(mt_param_table *table, bool frozen) {
     }
 }
 
-/* The struct of a part of the tower; its bucket is the first field. */
-static char *mt_vision_owner(mt_model *m, const mt_param *param) {
+/* The struct of a part of the tower; its bucket is the first field. That of an adapter has the matrix that it adapts.
+ */
+static char *mt_vision_owner(const mt_model *m, const mt_param *param) {
     mt_vision *t = mt_tower(m);
-    if (param->unit == MT_UNIT_VISION_INPUT) return (char *)&t->input;
-    if (param->unit == MT_UNIT_VISION_LAYER) return (char *)&t->layers[param->vision_part];
-    return (char *)&t->mergers[param->vision_part];
+    mt_role role = mt_param_is_adapter(param) ? param->adapts : param->role;
+    if (role >= MT_MERGER_NORM) return (char *)&t->mergers[param->vision_part];
+    return role <= MT_VISION_POSITIONS ? (char *)&t->input : (char *)&t->layers[param->vision_part];
 }
 
 /* ---- the layers of the tower */
@@ -21976,23 +22003,34 @@ static void mt_vision_forward(mt_model *m, const mt_pass *p) {
 /* Gradients of a bucket to which a rank without images, or a backward that stops before it, adds nothing. `gathers`:
  * other ranks, which have images, read its weights. */
 static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
+    int64_t trained = mt_bucket_trained(m, bucket);
     if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
-    if (m->buckets[bucket].trained) {
+    if (trained >= 0) {
         mt_bucket_gradients_acquire(m, bucket);
-        mt_bucket_zero_unwritten(m, bucket);
+        mt_bucket_zero_unwritten(m, trained);
         mt_bucket_gradients_release(m, bucket, p->last);
     }
     if (gathers && m->plan.max_patches > 0) mt_bucket_release(m, bucket);
 }
 
-/* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
- * frozen, nothing does. */
+/* True if a part of the tower, or its adapters, trains; of its mergers, or of the parts before them. */
+static bool mt_tower_trains(const mt_model *m, bool of_mergers) {
+    const mt_vision *t = mt_tower(m);
+    bool trains = !of_mergers && mt_bucket_trained(m, t->input.bucket) >= 0;
+    for (int64_t i = 0; i < (of_mergers ? t->num_mergers : t->num_layers) && !trains; i++)
+        trains = mt_bucket_trained(m, of_mergers ? t->mergers[i].bucket : t->layers[i].bucket) >= 0;
+    return trains;
+}
+
+/* From the gradients of the mergers' features. Where no part before the mergers trains, no gradient passes through
+ * them; where all of the tower is frozen, nothing is computed. */
 static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     const mt_vision_batch *v = mt_pass_images(p);
     mt_vision *t = mt_tower(m);
     void *dhidden = t->scratch->dhidden;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
+    bool tower = mt_tower_trains(m, false), any = tower || mt_tower_trains(m, true);
+    bool input = mt_bucket_trained(m, t->input.bucket) >= 0;
     bool runs = v->num_patches > 0 && any;
     if (mt_has_images(p) && any) mt_vision_reduce_gradients(m, p);
     for (int64_t i = t->num_layers; i >= 0; i--) {
@@ -22005,10 +22043,10 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
         if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1], dhidden);
         if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
-    if (runs && tower)
+    if (runs && input)
         mt_vision_input_backward(m, &patches, dhidden);
     else
-        mt_vision_skip(m, p, t->input.bucket, tower);
+        mt_vision_skip(m, p, t->input.bucket, input);
 }
 
 /* ---- inputs, on the host */
@@ -22395,6 +22433,10 @@ static int64_t mt_vision_workspace_bytes(const mt_model *m) {
                   m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
+static int64_t mt_vision_rows(const mt_model *m) {
+    return m->has_embedding ? m->plan.max_patches : 0;
+}
+
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     const mt_vision *t = mt_tower(m);
     mt_vision_scratch *s = t->scratch;
@@ -22556,6 +22598,7 @@ static const mt_modality mt_vision_modality = {.exists = mt_vision_exists,
                                                .plan_batch = mt_vision_plan_batch,
                                                .plan_scratch = mt_vision_plan_scratch,
                                                .workspace_bytes = mt_vision_workspace_bytes,
+                                               .rows = mt_vision_rows,
                                                .start = mt_vision_start,
                                                .stop = mt_vision_stop,
                                                .check_batch = mt_vision_check_batch,

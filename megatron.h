@@ -3380,6 +3380,7 @@ typedef struct mt_param {
     bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
     int64_t hf_cols[4];  // the tensor is [rows, these]: of a convolution over patches; 0: [rows, cols]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
+    bool hf_moved;       // Qwen2.5-VL: transformers' module has another name than its tensor: mt_param_module
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
@@ -3484,6 +3485,12 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
 
 /* True for MT_LORA_A and MT_LORA_B. */
 bool mt_param_is_adapter(const mt_param *param);
+
+/* The module of a matrix in transformers' model: its name in peft's files. */
+void mt_param_module(char name[160], const mt_param *param);
+
+/* True if an option of its part of the model, such as --freeze-vision, keeps a parameter as it is. */
+bool mt_param_is_frozen(const mt_options *options, const mt_param *param);
 
 /* True if the matrices of a role have adapters. */
 bool mt_role_has_adapters(const mt_options *options, mt_role role);

@@ -182,6 +182,29 @@ static void frozen_towers_train_alike_on_every_layout(void **state) {
     }
 }
 
+/* Adapters of every linear layer: of the decoder, of the tower, and of its mergers. */
+static void adapters_of_the_tower_train_as_those_of_peft(void **state) {
+    static const char *const words[] = {
+        "",
+        TP SP,
+        " --tensor-model-parallel-size 4",
+        CP PP,
+        TP STRATEGY "optim_grads_params" OVERLAP,
+        CP SP TP " --recompute-granularity full",
+    };
+    (void)state;
+    for (int k = 0; k < 2; k++)
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+            double losses[STEPS], norms[STEPS];
+            char line[256];
+            snprintf(line, sizeof line, "%s --load-adapter tests/golden/vision/lora/%s", words[i], models[k].name);
+            mt_grid grid = *words[i] ? grid_of(models[k].name, words[i]) : mt_grid_of_one;
+            train_five_steps(models[k].name, &grid, grid.data.size == 1 ? 2 : 1, line, losses, norms);
+            assert_five_steps("tests/golden/vision/lora", models[k].name, words[i], 1e-5, STEPS, losses, norms);
+            if (*words[i]) mt_grid_clear(&grid);
+        }
+}
+
 int main(int argc, char **argv) {
     mt_run_options options;
     mt_error error;
@@ -193,6 +216,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(five_steps_equal_pytorch_on_every_layout),
         cmocka_unit_test(images_are_divided_among_the_ranks_of_a_replica),
+        cmocka_unit_test(adapters_of_the_tower_train_as_those_of_peft),
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };
     int failures = cmocka_run_group_tests_name("vision on ranks", tests, NULL, NULL);
