@@ -22569,9 +22569,6 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
          "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
          "decoder by --language-model-only",
          {o->mtp_num_layers}},
-        {.broken = o->fp8_format != MT_FP8_OFF,
-         .message = "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far; leave it out, or "
-                    "load the decoder by --language-model-only"},
         {.broken = o->fp32_residual_connection,
          .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
                     "it out, or load the decoder by --language-model-only"},

@@ -195,7 +195,6 @@ what_is_not_supported_is_refused() {
 1|--chat-template chatml|lines.jsonl:1: has pictures, which only the chat template of a folder writes
 1|--language-model-only|lines.jsonl:1: has "images", which only --sft of a model with a vision tower reads
 1|--stage dpo|--stage: a model with a vision tower is trained by pt and sft so far
-1|--fp8-format hybrid|--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far
 1|--mtp-num-layers 1|--mtp-num-layers 1: modules of multi-token prediction do not know images
 1|--lora-rank 4 --lora-target patch_embed.proj|model.visual.patch_embed.proj is a convolution in transformers
 1|--lora-rank 4 --lora-target qkv --lora-dropout 0.1|--lora-dropout: adapters of a vision tower have no dropout

@@ -313,7 +313,6 @@ static void impossible_options_are_refused(void **state) {
         {"--context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64 --sequence-packing --sft",
          "--dynamic-context-parallel: the images of a model with a vision tower are divided among all ranks"},
         {"--mtp-num-layers 1", "--mtp-num-layers 1: modules of multi-token prediction do not know images"},
-        {"--fp8-format e4m3", "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16"},
         {"--bf16 --fp32-residual-connection", "--fp32-residual-connection: a model with a vision tower"},
         {"--stage rm --value-head", "--stage: a model with a vision tower is trained by pt and sft so far"},
         {"--pipeline-model-parallel-size 4", "adds to the first 2 layers of the decoder, and "

@@ -205,6 +205,41 @@ static void adapters_of_the_tower_train_as_those_of_peft(void **state) {
         }
 }
 
+/* Products of the decoder's layers in fp8, none of the tower's. The ranks of a pipeline and of a data group compute as
+ * one rank, operation by operation; a sum over ranks has two terms. */
+static void decoders_in_fp8_train_alike(void **state) {
+    static const char *const recipes[] = {" --bf16 --fp8-format hybrid",
+                                          " --bf16 --fp8-format e4m3 --fp8-recipe blockwise"};
+    (void)state;
+    if (backend != &mt_cpu_ops) return; // the bound is for one order of sums
+    for (int k = 0; k < 2; k++)
+        for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+            double alone[2][STEPS], losses[STEPS], norms[STEPS];
+            char words[256];
+            fixture f;
+            int64_t count, in_fp8 = 0;
+            train_five_steps(models[k].name, &mt_grid_of_one, 1, recipes[i], alone[0], norms);
+            train_five_steps(models[k].name, &mt_grid_of_one, 1, " --bf16", alone[1], norms);
+            snprintf(words, sizeof words, PP "%s", recipes[i]);
+            mt_grid grid = grid_of(models[k].name, words);
+            train_five_steps(models[k].name, &grid, 1, words, losses, norms);
+            mt_grid_clear(&grid);
+            for (int step = 0; step < STEPS; step++)
+                if (!(fabs(losses[step] - alone[0][step]) <= 1e-5 * alone[0][step]))
+                    fail_msg("%s%s step %d: loss %.9f, on one rank %.9f", models[k].name, words, step + 1, losses[step],
+                             alone[0][step]);
+            assert_true(alone[0][0] != alone[1][0]); // the decoder's products are in fp8
+            open_model(&f, models[k].name, &mt_grid_of_one, 1, recipes[i]);
+            const mt_param *params = mt_model_params(f.model, &count);
+            for (int64_t p = 0; p < count; p++) {
+                assert_false(params[p].vision_part >= 0 && params[p].takes_fp8);
+                in_fp8 += params[p].takes_fp8;
+            }
+            assert_true(in_fp8 > 0);
+            close_model(&f);
+        }
+}
+
 int main(int argc, char **argv) {
     mt_run_options options;
     mt_error error;
@@ -216,6 +251,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(five_steps_equal_pytorch_on_every_layout),
         cmocka_unit_test(images_are_divided_among_the_ranks_of_a_replica),
+        cmocka_unit_test(decoders_in_fp8_train_alike),
         cmocka_unit_test(adapters_of_the_tower_train_as_those_of_peft),
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };

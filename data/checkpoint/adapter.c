@@ -188,8 +188,8 @@ static bool mt_module_mark(const mt_module *modules, int64_t count, const char *
     return found;
 }
 
-/* Marks the matrices that a target names; those that --freeze-vision or --freeze-projector keeps, only if it names no
- * others. */
+/* Marks the matrices that a target names. Parts of the model that --freeze-vision or --freeze-projector keeps are left
+ * out, unless the target names matrices of these alone. */
 static int mt_target_add(const mt_run_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
                          mt_error *error) {
     bool all = strcmp(target, "all-linear") == 0, is_pattern = strncmp(target, MT_TARGET_REGEX, 6) == 0;
