@@ -6938,7 +6938,10 @@ typedef enum mt_param_kind {
     MT_SKIPS,        // a number of each head
     MT_TIME_STEPS,   // likewise
     MT_BIAS_TABLE,   // a number of each bucket and query head
-    MT_VISION_GAIN   // of a norm of a vision tower, never 1 + weight
+    // these three, of a vision tower, whose images are divided among the tensor-parallel ranks:
+    MT_VISION_MATRIX, // replicated
+    MT_VISION_GAIN,   // of a norm, never 1 + weight
+    MT_VISION_BIAS
 } mt_param_kind;
 
 static const struct {
@@ -6974,7 +6977,9 @@ static const struct {
     [MT_SKIPS] = {MT_CUT_ROWS, MT_INIT_ONES, MT_GRADIENT_WHOLE, 0},
     [MT_TIME_STEPS] = {MT_CUT_ROWS, MT_INIT_TIME_STEP, MT_GRADIENT_WHOLE, 0},
     [MT_BIAS_TABLE] = {MT_CUT_COLS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE, 0},
-    [MT_VISION_GAIN] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS, 0},
+    [MT_VISION_MATRIX] = {MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_HEADS, MT_LINEAR_REPLICATED},
+    [MT_VISION_GAIN] = {MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS, 0},
+    [MT_VISION_BIAS] = {MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_HEADS, 0},
 };
 
 typedef struct mt_role_row {
@@ -7311,96 +7316,96 @@ static const mt_role_row mt_role_rows[] = {
     MT_OUTSIDE(ENCODER_NORM, ENCODER_OUTPUT, NORM, C, ONE, encoder_norm.weight, MT_HAS(ENCODER), 0,
                "encoder.norm.weight", [MT_NAMES_T5] = "encoder.final_layer_norm.weight"),
     /* the vision tower of Qwen3-VL */
-    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_3,
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, VISION_MATRIX, VISION_C, VISION_PATCH, patch.weight, VISION_3,
              "model.visual.patch_embed.proj.weight"),
-    MT_TOWER(mt_vision_input, VISION_POSITIONS, VISION_INPUT, REPLICATED, VISION_POSITIONS, VISION_C, positions,
+    MT_TOWER(mt_vision_input, VISION_POSITIONS, VISION_INPUT, VISION_MATRIX, VISION_POSITIONS, VISION_C, positions,
              VISION_3, "model.visual.pos_embed.weight"),
-    MT_TOWER(mt_vision_input, VISION_PATCH_BIAS, VISION_INPUT, NORM_BIAS, VISION_C, ONE, patch.bias, VISION_3,
+    MT_TOWER(mt_vision_input, VISION_PATCH_BIAS, VISION_INPUT, VISION_BIAS, VISION_C, ONE, patch.bias, VISION_3,
              "model.visual.patch_embed.proj.bias"),
-    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, VISION_MATRIX, VISION_3C, VISION_C, qkv.weight, VISION_3,
              "model.visual.blocks.#.attn.qkv.weight"),
-    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_C, o.weight, VISION_3,
              "model.visual.blocks.#.attn.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_UP, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_F, fc2.weight, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc2.weight"),
     MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_3,
              "model.visual.blocks.#.norm1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_NORM1_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm1.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_NORM1_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, norm1.bias, VISION_3,
              "model.visual.blocks.#.norm1.bias"),
-    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, VISION_BIAS, VISION_3C, ONE, qkv.bias, VISION_3,
              "model.visual.blocks.#.attn.qkv.bias"),
-    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, o.bias, VISION_3,
              "model.visual.blocks.#.attn.proj.bias"),
     MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_3,
              "model.visual.blocks.#.norm2.weight"),
-    MT_TOWER(mt_vision_layer, VISION_NORM2_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, norm2.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_NORM2_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, norm2.bias, VISION_3,
              "model.visual.blocks.#.norm2.bias"),
-    MT_TOWER(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc1.bias"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, fc2.bias, VISION_3,
              "model.visual.blocks.#.mlp.linear_fc2.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_3,
              "model.visual.merger.linear_fc1.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_3,
              "model.visual.merger.linear_fc2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_3,
              "model.visual.merger.norm.weight"),
-    MT_TOWER(mt_merger, MERGER_NORM_BIAS, MERGER, NORM_BIAS, VISION_C, ONE, norm.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, MERGER, VISION_BIAS, VISION_C, ONE, norm.bias, VISION_3,
              "model.visual.merger.norm.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
              "model.visual.merger.linear_fc1.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, VISION_BIAS, C, ONE, fc2.bias, VISION_3,
              "model.visual.merger.linear_fc2.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, DEEPSTACK, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1, DEEPSTACK, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc1.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, DEEPSTACK, REPLICATED, C, MERGED_C, fc2.weight, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2, DEEPSTACK, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, DEEPSTACK, VISION_GAIN, MERGED_C, ONE, norm.weight, VISION_3,
              "model.visual.deepstack_merger_list.#.norm.weight"),
-    MT_TOWER(mt_merger, MERGER_NORM_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, norm.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_NORM_BIAS, DEEPSTACK, VISION_BIAS, MERGED_C, ONE, norm.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.norm.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, DEEPSTACK, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, DEEPSTACK, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc1.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, DEEPSTACK, NORM_BIAS, C, ONE, fc2.bias, VISION_3,
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, DEEPSTACK, VISION_BIAS, C, ONE, fc2.bias, VISION_3,
              "model.visual.deepstack_merger_list.#.linear_fc2.bias"),
     /* that of Qwen2.5-VL */
-    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, REPLICATED, VISION_C, VISION_PATCH, patch.weight, VISION_2_5,
-             "visual.patch_embed.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, REPLICATED, VISION_3C, VISION_C, qkv.weight, VISION_2_5,
+    MT_TOWER(mt_vision_input, VISION_PATCH, VISION_INPUT, VISION_MATRIX, VISION_C, VISION_PATCH, patch.weight,
+             VISION_2_5, "visual.patch_embed.proj.weight"),
+    MT_TOWER(mt_vision_layer, VISION_QKV, VISION_LAYER, VISION_MATRIX, VISION_3C, VISION_C, qkv.weight, VISION_2_5,
              "visual.blocks.#.attn.qkv.weight"),
-    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, REPLICATED, VISION_C, VISION_C, o.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_O, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_C, o.weight, VISION_2_5,
              "visual.blocks.#.attn.proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_GATE, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_GATE, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight, VISION_2_5,
              "visual.blocks.#.mlp.gate_proj.weight"),
-    MT_ANY_ROLE(mt_vision_layer, VISION_UP, VISION_LAYER, REPLICATED, VISION_F, VISION_C, fc1.weight,
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP, VISION_LAYER, VISION_MATRIX, VISION_F, VISION_C, fc1.weight,
                 MT_HAS(VISION_2_5), 0, true, "visual.blocks.#.mlp.up_proj.weight"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, REPLICATED, VISION_C, VISION_F, fc2.weight, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_DOWN, VISION_LAYER, VISION_MATRIX, VISION_C, VISION_F, fc2.weight, VISION_2_5,
              "visual.blocks.#.mlp.down_proj.weight"),
     MT_TOWER(mt_vision_layer, VISION_NORM1, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm1.weight, VISION_2_5,
              "visual.blocks.#.norm1.weight"),
-    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, NORM_BIAS, VISION_3C, ONE, qkv.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_QKV_BIAS, VISION_LAYER, VISION_BIAS, VISION_3C, ONE, qkv.bias, VISION_2_5,
              "visual.blocks.#.attn.qkv.bias"),
-    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, o.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_O_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, o.bias, VISION_2_5,
              "visual.blocks.#.attn.proj.bias"),
     MT_TOWER(mt_vision_layer, VISION_NORM2, VISION_LAYER, VISION_GAIN, VISION_C, ONE, norm2.weight, VISION_2_5,
              "visual.blocks.#.norm2.weight"),
-    MT_TOWER(mt_vision_layer, VISION_GATE_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_GATE_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, VISION_2_5,
              "visual.blocks.#.mlp.gate_proj.bias"),
-    MT_ANY_ROLE(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, NORM_BIAS, VISION_F, ONE, fc1.bias, MT_HAS(VISION_2_5),
+    MT_ANY_ROLE(mt_vision_layer, VISION_UP_BIAS, VISION_LAYER, VISION_BIAS, VISION_F, ONE, fc1.bias, MT_HAS(VISION_2_5),
                 0, true, "visual.blocks.#.mlp.up_proj.bias"),
-    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, NORM_BIAS, VISION_C, ONE, fc2.bias, VISION_2_5,
+    MT_TOWER(mt_vision_layer, VISION_DOWN_BIAS, VISION_LAYER, VISION_BIAS, VISION_C, ONE, fc2.bias, VISION_2_5,
              "visual.blocks.#.mlp.down_proj.bias"),
-    MT_TOWER(mt_merger, MERGER_FC1, MERGER, REPLICATED, MERGED_C, MERGED_C, fc1.weight, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC1, MERGER, VISION_MATRIX, MERGED_C, MERGED_C, fc1.weight, VISION_2_5,
              "visual.merger.mlp.0.weight"),
-    MT_TOWER(mt_merger, MERGER_FC2, MERGER, REPLICATED, C, MERGED_C, fc2.weight, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC2, MERGER, VISION_MATRIX, C, MERGED_C, fc2.weight, VISION_2_5,
              "visual.merger.mlp.2.weight"),
     MT_TOWER(mt_merger, MERGER_NORM, MERGER, VISION_GAIN, VISION_C, ONE, norm.weight, VISION_2_5,
              "visual.merger.ln_q.weight"),
-    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, NORM_BIAS, MERGED_C, ONE, fc1.bias, VISION_2_5,
+    MT_TOWER(mt_merger, MERGER_FC1_BIAS, MERGER, VISION_BIAS, MERGED_C, ONE, fc1.bias, VISION_2_5,
              "visual.merger.mlp.0.bias"),
-    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, NORM_BIAS, C, ONE, fc2.bias, VISION_2_5, "visual.merger.mlp.2.bias"),
+    MT_TOWER(mt_merger, MERGER_FC2_BIAS, MERGER, VISION_BIAS, C, ONE, fc2.bias, VISION_2_5, "visual.merger.mlp.2.bias"),
     /* not trained by the optimizer: moved towards equal loads */
     MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), MT_HAS(ROW_OF_BIAS),
             "mlp.gate.e_score_correction_bias", [MT_NAMES_MIXTRAL] = "block_sparse_moe.e_score_correction_bias",
@@ -7413,11 +7418,64 @@ static const mt_role_row mt_role_rows[] = {
 
 enum { MT_NUM_ROLE_ROWS = sizeof mt_role_rows / sizeof *mt_role_rows };
 
+struct mt_param_table; // below; the other three: §9 and §10
+struct mt_pass;
+struct mt_batch_block;
+struct mt_micro_batch;
+
+/* A modality: inputs beside the tokens, such as images, with an encoder of their own, whose features are added to rows
+ * of the residual stream. A model has one at most. §8 to §15 ask its row and know no modality by name; the rows stand
+ * with their encoders (§21). `layer` is one of the decoder behind which features are added, or -1: the embedding, which
+ * is 0 at these rows. */
+typedef struct mt_modality {
+    bool (*exists)(const mt_options *o);
+    int (*check)(const mt_options *o, mt_error *error); // its rules, and those between its options and others
+    /* parameters, in buckets of their own on the stage with the embedding */
+    void (*add_params)(struct mt_param_table *table, bool frozen); // the frozen ones or the others, in forward order
+    bool (*freezes)(const mt_options *o, mt_unit unit);
+    char *(*owner)(const mt_model *m,
+                   const mt_param *param); // the struct with its weight, whose first field is its bucket
+    /* creation: sizes; lists of a micro-batch; memory; host memory beside the model's */
+    void (*open)(mt_model *m);
+    void (*open_batch)(mt_model *m, struct mt_micro_batch *mb);
+    void (*plan_batch)(const mt_model *m, struct mt_micro_batch *mb, mt_arena *arena); // inputs and saved values
+    void (*plan_scratch)(mt_model *m, mt_arena *arena);
+    int64_t (*workspace_bytes)(const mt_model *m);
+    int64_t (*rows)(const mt_model *m); // the most of a linear on this rank
+    void (*start)(mt_model *m);
+    void (*stop)(mt_model *m);
+    /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
+    int (*check_batch)(const mt_model *m, const mt_batch *batch, mt_error *error);
+    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block);
+    void (*load_decode)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *batch,
+                        const struct mt_batch_block *block);
+    /* on the stage with the embedding: features, before the embedding; gradients of its parameters from theirs, after
+     * the backward of the embedding */
+    void (*forward)(mt_model *m, const struct mt_pass *p);
+    void (*backward)(mt_model *m, const struct mt_pass *p);
+    bool (*adds)(const mt_model *m, const struct mt_pass *p, int64_t layer);                 // features are added here
+    void (*add)(const mt_model *m, const struct mt_pass *p, int64_t layer, void *x);         // x[R, C] += features
+    void (*take)(const mt_model *m, const struct mt_pass *p, int64_t layer, const void *dx); // their gradient
+    /* RoPE of the tokens from first_row on, if its micro-batch has positions of its own; else false */
+    bool (*rotation)(const mt_model *m, const struct mt_pass *p, int64_t first_row, mt_rotation *rotation);
+} mt_modality;
+
+static const mt_modality mt_vision_modality;
+
+static const mt_modality *const mt_modalities[] = {&mt_vision_modality};
+
+/* The modality of a model, or NULL. */
+static const mt_modality *mt_modality_of(const mt_options *o) {
+    for (size_t i = 0; i < sizeof mt_modalities / sizeof *mt_modalities; i++)
+        if (mt_modalities[i]->exists(o)) return mt_modalities[i];
+    return NULL;
+}
+
 /* The table as it grows, and the inputs of every new row. */
 typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
-    int64_t vision_part; // of rows of a vision tower
+    int64_t vision_part; // of rows of a modality: see mt_param
     const mt_options *options;
     const mt_hf_family_row *family;
     mt_partition partition;
@@ -7596,17 +7654,9 @@ static int64_t mt_layers_of_half(const mt_options *o, int64_t layer) {
     return layer < o->encoder_num_layers ? o->encoder_num_layers : o->decoder_num_layers;
 }
 
-/* True for units of a vision tower, and of its mergers. */
-static bool mt_unit_is_of_tower(mt_unit unit) {
+/* True for units of a modality. */
+static bool mt_unit_is_of_modality(mt_unit unit) {
     return unit >= MT_UNIT_VISION_INPUT && unit <= MT_UNIT_DEEPSTACK;
-}
-static bool mt_unit_is_merger(mt_unit unit) {
-    return unit == MT_UNIT_MERGER || unit == MT_UNIT_DEEPSTACK;
-}
-
-/* True if --freeze-vision or --freeze-projector keeps a unit as it is. */
-static bool mt_unit_is_frozen(const mt_options *o, mt_unit unit) {
-    return mt_unit_is_of_tower(unit) && (mt_unit_is_merger(unit) ? o->vision.freeze_projector : o->vision.freeze);
 }
 
 /* Appends a row. `continues`: it follows the one before without a gap. */
@@ -7614,7 +7664,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     const mt_options *o = table->options;
     mt_param *param = &table->rows[table->count++];
     *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
-    param->vision_part = mt_unit_is_of_tower(row->unit) ? table->vision_part : -1;
+    param->vision_part = mt_unit_is_of_modality(row->unit) ? table->vision_part : -1;
     param->rows = param->whole_rows = mt_dimension_size(o, layer, row->rows);
     param->cols = param->whole_cols = mt_dimension_size(o, layer, row->cols);
     param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
@@ -7654,7 +7704,9 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
                     !(row->when & (MT_HAS(MTP) | MT_HAS(INDEXER)));
     // the products of narrow matrices of Kimi delta attention, and of the indexer, stay in bf16
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
-    param->can_adapt = of_layer && !stacked && param->hf_groups == 1; // an adapter's file names modules
+    bool of_tower = param->is_linear && param->vision_part >= 0 && row->role != MT_VISION_PATCH; // a convolution there
+    param->can_adapt = (of_layer || of_tower) && !stacked && param->hf_groups == 1; // an adapter's file names modules
+    param->hf_moved = o->vision.tower == MT_VISION_QWEN2_5;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -7711,28 +7763,11 @@ static void mt_params_add_relative(mt_param_table *table, bool of_encoder, bool 
     for (int64_t i = first; i < table->count; i++) table->rows[i].counted &= begins;
 }
 
-/* The buckets of a vision tower whose parameters are frozen, or else the others, in the order of its forward. */
-static void mt_params_add_tower(mt_param_table *table, bool frozen) {
-    const mt_options *o = table->options;
-    if (o->vision.tower == MT_VISION_NONE) return;
-    table->vision_part = 0;
-    if (mt_unit_is_frozen(o, MT_UNIT_VISION_INPUT) == frozen) {
-        mt_params_add_bucket(table, MT_UNIT_VISION_INPUT, -1);
-        for (; table->vision_part < o->vision.num_layers; table->vision_part++)
-            mt_params_add_bucket(table, MT_UNIT_VISION_LAYER, -1);
-    }
-    if (mt_unit_is_frozen(o, MT_UNIT_MERGER) == frozen) {
-        for (table->vision_part = 1; table->vision_part <= mt_num_deepstack(o); table->vision_part++)
-            mt_params_add_bucket(table, MT_UNIT_DEEPSTACK, -1);
-        table->vision_part = 0;
-        mt_params_add_bucket(table, MT_UNIT_MERGER, -1);
-    }
-}
-
 /* One chunk's rows. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    const mt_modality *modality = mt_modality_of(table->options);
     if (stage->embedding) {
-        mt_params_add_tower(table, false);
+        if (modality) modality->add_params(table, false);
         mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
         mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
@@ -7777,6 +7812,21 @@ bool mt_param_is_adapter(const mt_param *param) {
     return param->role == MT_LORA_A || param->role == MT_LORA_B;
 }
 
+void mt_param_module(char name[160], const mt_param *param) {
+    const char *from = param->hf_name, *prefix = "", end[] = ".weight";
+    size_t length = strlen(from);
+    if (length > strlen(end) && strcmp(from + length - strlen(end), end) == 0) // not gpt-oss's experts
+        length -= strlen(end);
+    if (param->hf_moved && strncmp(from, "visual.", 7) == 0) prefix = "model.";
+    if (param->hf_moved && strncmp(from, "model.", 6) == 0) prefix = "model.language_model.", from += 6, length -= 6;
+    snprintf(name, 160, "%s%.*s", prefix, (int)length, from);
+}
+
+bool mt_param_is_frozen(const mt_options *o, const mt_param *param) {
+    const mt_modality *modality = mt_modality_of(o);
+    return modality && modality->freezes(o, param->unit);
+}
+
 /* Appends A or B of a matrix. A keeps the cut of its columns, B that of its rows; the gradient of the other one, which
  * all ranks hold, is a partial sum over them. */
 static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt_role role, bool continues) {
@@ -7792,8 +7842,10 @@ static void mt_param_add_adapter(mt_param_table *table, const mt_param *base, mt
     param->exists_option = "--lora-target", param->rows_stored = param->hf_rows_total = param->whole_rows;
     param->hf_row = 0, param->trained = true;
     param->hf_transposed = param->can_adapt = param->takes_fp8 = false;
-    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.*s.lora_%c.weight",
-             (int)(strlen(base->hf_name) - strlen(".weight")), base->hf_name, is_a ? 'A' : 'B');
+    char module[160];
+    mt_param_module(module, base);
+    param->hf_moved = false;
+    snprintf(param->hf_name, sizeof param->hf_name, "base_model.model.%.128s.lora_%c.weight", module, is_a ? 'A' : 'B');
     param->init = is_a ? MT_INIT_NORMAL : MT_INIT_ZEROS, param->init_std = 1 / sqrt(3 * (double)base->whole_cols);
     param->bucket = table->bucket, param->continues = continues, param->field += offsetof(mt_linear, adapter);
     *(is_a ? &param->first_row : &param->first_col) = 0;
@@ -7864,8 +7916,10 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     }
     mt_params_add_relative(&table, true, false);
     mt_params_add_relative(&table, false, false);
-    if (has_embedding) mt_params_add_tower(&table, true); // trained buckets come first
-    for (int64_t i = 0; i < table.count; i++) table.rows[i].trained &= !mt_unit_is_frozen(options, table.rows[i].unit);
+    const mt_modality *modality = mt_modality_of(options);
+    if (modality && has_embedding) modality->add_params(&table, true); // trained buckets come first
+    for (int64_t i = 0; modality && i < table.count; i++)
+        table.rows[i].trained &= !modality->freezes(options, table.rows[i].unit);
     for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
         for (int64_t k = 0; k < mt_stage_own_layers(options, &at->stages[i]); k++)
             mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
@@ -8053,7 +8107,8 @@ struct mt_model {
     mt_arena host;                            // pinned host memory of all offloaded values
     struct mt_experts *experts;
     struct mt_mtp *mtp;
-    struct mt_vision *vision;              // NULL: no vision tower
+    const mt_modality *modality;           // NULL: tokens alone
+    void *modality_state;                  // of that row
     struct mt_fp8_model *fp8;              // NULL: no products in fp8
     bool has_base;                         // frozen weights in fp8: --lora-base-dtype
     void *base_values;                     // room for those of one linear
@@ -8088,20 +8143,6 @@ struct mt_model {
     const struct mt_micro_batch *in_context; // the micro-batch that is loaded
     int32_t *local_sequence;                 // [max_tokens] of local_batch: see mt_batch_block
 };
-
-/* The vision tower of a model (§21), on every rank, and on those with the embedding its parameters. */
-typedef struct mt_vision {
-    mt_vision_input input;
-    mt_vision_layer layers[MT_MAX_VISION_LAYERS];
-    mt_merger mergers[1 + MT_MAX_VISION_LAYERS]; // [0] behind the last layer, then those of deepstack
-    int64_t num_layers, num_mergers;
-    int64_t C, D, F, M;              // channels, of a head, of the MLP; patches of a token
-    struct mt_vision_values *shared; // the values of the layer at hand, where these are not kept
-    struct mt_vision_scratch *scratch;
-    char *staged[2]; // as mt_model.staged_batch
-    int64_t block_bytes;
-    void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
-} mt_vision;
 
 /* Later work on `stream` waits for the current work of `other`, as PyTorch's Stream.wait_stream. */
 static void mt_wait_stream(const mt_model *m, mt_stream *stream, mt_stream *other) {
@@ -9041,15 +9082,13 @@ static mt_deferred mt_attention_out_backward(const mt_pass *p, const mt_layer *w
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->o, x, dout} : (mt_deferred){0};
 }
 
-static bool mt_has_coordinates(const mt_pass *p); // these two: §21
-static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row);
-
 /* RoPE of a layer for the tokens from `first_row` on. */
 static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const mt_layer *w, int64_t first_row) {
     bool zeros = w->kind.rope == MT_ROPE_NONE && mt_mixer_is_latent(w->kind.mixer); // the model's angles are then 0
     mt_layer_rope which = zeros ? MT_ROPE_MODEL : w->kind.rope;
     const mt_rope_table *table = &m->rope_tables[which];
-    if (which == MT_ROPE_MODEL && mt_has_coordinates(p)) return mt_vision_rotation(m, p, first_row);
+    mt_rotation rotation;
+    if (which == MT_ROPE_MODEL && m->modality && m->modality->rotation(m, p, first_row, &rotation)) return rotation;
     return (mt_rotation){.cos = table->cos,
                          .sin = table->sin,
                          .positions = p->batch->positions + first_row,
@@ -11628,6 +11667,12 @@ void mt_context_shard(const mt_context *c, mt_batch *local, const mt_batch *whol
         sequence[t] = (int32_t)(s = mt_span_of_token(whole, s, token_of_row[t]));
 }
 
+/* The tokens of a micro-batch of `num_tokens` that are this rank's rows, [num_tokens / ranks]; after mt_context_shard,
+ * until mt_context_load. */
+static const int32_t *mt_context_own_tokens(const mt_context *c, int64_t num_tokens) {
+    return c->host_token_of_row + c->plan.a2a->rank * (num_tokens / c->plan.ring->size / c->plan.a2a->size);
+}
+
 /* True if a sequence has tokens on both sides of place `at`. */
 static bool mt_context_inside(const mt_batch *whole, int64_t at) {
     if (at <= 0 || at >= whole->num_tokens) return false;
@@ -12050,28 +12095,6 @@ typedef struct mt_output {
     float *embedded_mean, *hidden_mean; // [R] with LayerNorm; else NULL
 } mt_output;
 
-/* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
-typedef struct mt_vision_batch {
-    int64_t num_patches, num_tokens; // P; tokens that they become; 0: the micro-batch has no image
-    bool has_coordinates;            // the decoder's tokens rotate by rope_cos, rope_sin
-    char *memory;                    // on the device, of the arrays to token_rows
-    float *rope_cos, *rope_sin;      // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
-    int32_t *numbers;                // [max(T, P)] 0, 1, 2 ...
-    int32_t *token_of_row;           // [R] for each row of the residual stream its token among those of images, or -1
-    float *patches;                  // [P, numbers of a patch] from here on: on the stage with the embedding
-    float *cos, *sin;                // [P, D / 2] of patches
-    int32_t *taps;                   // [4, P] learned positions of a patch
-    float *tap_weights;              // [4, P]
-    mt_span *images, *windows;       // patches that attend to each other
-    int32_t *row_of_token;           // [num_tokens] rows of the residual stream; -1: on another rank
-    mt_span *host_images, *host_windows;
-    int64_t num_images, num_windows;
-    void *x;                         // [P, numbers of a patch] the patches in the model's type
-    void **hidden;                   // [layers + 1] of [P, C]: inputs of the layers, and the last one's output
-    struct mt_vision_values *layers; // [layers], or NULL: shared
-    struct mt_merger_values *mergers;
-} mt_vision_batch;
-
 /* A micro-batch on one chunk, from its forward to its backward: inputs and saved values. */
 typedef struct mt_micro_batch {
     int64_t chunk, index; // index -1: free
@@ -12095,7 +12118,7 @@ typedef struct mt_micro_batch {
         int64_t num_spans;
         mt_output output; // hidden: the residual stream; norm.y: the memory, to which the decoder attends
     } encoder;
-    mt_vision_batch vision;
+    void *modality; // inputs and saved values of its row, or NULL
 } mt_micro_batch;
 
 /* The operands that a loss on the host reads per token, for the message about a step whose loss is not finite: the
@@ -12678,12 +12701,10 @@ static mt_layer_result mt_input_of(const mt_model *m, const mt_pass *p, int64_t 
     return input;
 }
 
-static bool mt_has_images(const mt_pass *p); // these six: §21
-static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer);
-static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x);
-static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx);
-static void mt_vision_forward(mt_model *m, const mt_pass *p);
-static void mt_vision_backward(mt_model *m, const mt_pass *p);
+/* True if features of the model's modality are added behind a layer, or with -1 to the embedding. */
+static bool mt_adds_features(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return m->modality && m->modality->adds(m, p, layer);
+}
 
 /* Layers [begin, end) of the chunk, from the first one's saved input to `result`. Each layer also computes the next
  * layer's input norm; the first layer's is computed here, so that a forward of the whole unit and its replay run the
@@ -12702,10 +12723,10 @@ static void mt_layers_forward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         mt_layer_result to = i + 1 == end ? result : mt_input_of(m, p, i + 1, true);
         mt_placed_norm next = to.norm;
-        bool grows = mt_layer_has_deepstack(m, p, w->number); // features of images are added before the next norm
+        bool grows = mt_adds_features(m, p, w->number); // before the next norm
         if (grows) to.norm.w = NULL;
         mt_layer_forward(m, p, w, a, &to);
-        if (grows && to.out) mt_vision_add(m, p, w->number + 1, to.out);
+        if (grows && to.out) m->modality->add(m, p, w->number, to.out);
         if (grows && to.out && next.w) mt_norm_residual_forward(m, p, next.w, &next.n, to.out);
         mt_tap_forward(m, p, w->number, to.out);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
@@ -13102,8 +13123,11 @@ static int mt_batch_check_encoder(const mt_model *m, const mt_batch *batch, mt_e
                         (long long)T, (long long)parts);
 }
 
-static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_error *error); // these two: §21
-static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block);
+static int mt_batch_check_modality(const mt_model *m, const mt_batch *batch, mt_error *error) {
+    if (m->modality) return m->modality->check_batch(m, batch, error);
+    if (batch->images.num_images == 0) return 0;
+    return mt_error_set(error, "%lld images, and the model has no vision tower", (long long)batch->images.num_images);
+}
 
 int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
     int64_t T = batch->num_tokens, cp = mt_context_ranks(m, batch), V = m->options->vocab_size, t;
@@ -13147,7 +13171,7 @@ int mt_batch_check(const mt_model *m, const mt_batch *batch, mt_error *error) {
         return mt_error_set(error, "the position of token %lld is %d, and the model has positions 0 to %lld",
                             (long long)t, batch->positions[t], (long long)(positions - 1));
     if (cp > 1 && mt_batch_check_context(batch, cp, error) != 0) return -1;
-    if (mt_batch_check_encoder(m, batch, error) != 0 || mt_batch_check_images(m, batch, error) != 0) return -1;
+    if (mt_batch_check_encoder(m, batch, error) != 0 || mt_batch_check_modality(m, batch, error) != 0) return -1;
     if (T % (cp * parts) == 0) return 0;
     return mt_error_set(error, "%lld tokens do not divide by %lld, as --sequence-parallel requires", (long long)T,
                         (long long)(cp * parts));
@@ -13249,7 +13273,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
     if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
     int64_t bytes = end - (const char *)block.spans;
-    if (m->vision) mt_vision_load(m, mb, batch, &block);
+    if (m->modality) m->modality->load(m, mb, whole, &block);
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -13399,7 +13423,7 @@ static void mt_units_backward(mt_model *m, const mt_pass *p, int64_t begin, int6
         if (i + 1 == mt_recompute_unit_end(m, p->mb->chunk, i))
             mt_recompute_unit_replay(m, p, w->recompute_unit, i + 1);
         mt_hidden_backward(m, p, w->number, dresidual);
-        if (mt_layer_has_deepstack(m, p, w->number)) mt_vision_take(m, p, w->number + 1, dresidual);
+        if (mt_adds_features(m, p, w->number)) m->modality->take(m, p, w->number, dresidual);
         mt_layer_acquire(m, w, true, p->halves == MT_BACKWARD_BOTH);
         bool ahead = i > begin && mt_gathers_ahead(m, p, w, &layers[i - 1]) && !mt_has_tap(m, layers[i - 1].number);
         mt_layer_backward(m, p, w, &p->mb->layers[i], dresidual, dmemory, gathered, ahead);
@@ -13451,9 +13475,9 @@ static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
     void *input = mt_chunk_input(m, p);
     int64_t layer = mt_has_encoder(m) ? m->options->encoder_num_layers : -1; // see mt_embed_forward
     if (stage->embedding && encodes) mt_embed_forward(m, &encoder, mt_encoder_input(m, p), encoder.batch->tokens, -1);
-    if (stage->embedding && m->vision && !p->decode) mt_vision_forward(m, p); // mt_model_see keeps its features
+    if (stage->embedding && m->modality && !p->decode) m->modality->forward(m, p); // generation keeps its features
     if (stage->embedding && decodes) mt_embed_forward(m, p, input, p->batch->tokens, layer);
-    if (stage->embedding && mt_has_images(p)) mt_vision_add(m, p, 0, input);
+    if (stage->embedding && mt_adds_features(m, p, -1)) m->modality->add(m, p, -1, input);
     if (encodes) mt_encoder_forward(m, &encoder);
     if (!decodes || decoder == stage->num_layers) return;
     void *first = mt_values_of(m, p, decoder)->input;
@@ -13475,9 +13499,9 @@ static void mt_chunk_backward(mt_model *m, const mt_pass *p, const mt_chunk_grad
     if (mt_begins_in_encoder(m, p->mb->chunk)) mt_encoder_backward(m, &encoder, d->encoder, d->memory);
     if (!stage->embedding) return;
     if (!mt_has_encoder(m)) {
-        if (mt_has_images(p)) mt_vision_take(m, p, 0, d->residual);
+        if (mt_adds_features(m, p, -1)) m->modality->take(m, p, -1, d->residual);
         mt_embed_backward(m, p, d->residual, p->batch->tokens, -1, p->last);
-        if (m->vision) mt_vision_backward(m, p);
+        if (m->modality) m->modality->backward(m, p);
         return;
     }
     mt_embed_accumulate(m, p, d->residual, p->batch->tokens, m->options->encoder_num_layers);
@@ -13737,13 +13761,13 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 
 /* Buckets of one kind have similar sizes and share buffers: two for layers and two for their experts (current and
  * prefetched bucket), one for the larger matrices of the vocabulary, one for the parameters that the layers of an
- * encoder, or of its decoder, share, two for those of a vision tower. */
+ * encoder, or of its decoder, share, two for those of a modality. */
 typedef enum {
     MT_BUCKET_LAYER,
     MT_BUCKET_EXPERTS,
     MT_BUCKET_VOCABULARY,
     MT_BUCKET_HALF,
-    MT_BUCKET_VISION,
+    MT_BUCKET_MODALITY,
     MT_NUM_BUCKET_KINDS
 } mt_bucket_kind;
 
@@ -13797,9 +13821,7 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
 
 /* The struct with a parameter's weight. */
 static char *mt_param_owner(mt_model *m, const mt_param *param) {
-    if (param->unit == MT_UNIT_VISION_INPUT) return (char *)&m->vision->input;
-    if (param->unit == MT_UNIT_VISION_LAYER) return (char *)&m->vision->layers[param->vision_part];
-    if (mt_unit_is_merger(param->unit)) return (char *)&m->vision->mergers[param->vision_part];
+    if (param->vision_part >= 0) return m->modality->owner(m, param);
     return param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
 }
 
@@ -13986,9 +14008,7 @@ static void mt_buckets_find(mt_model *m) {
         if (param->unit == MT_UNIT_ENCODER_RELATIVE) m->relative_bucket[true] = i;
         if (param->unit == MT_UNIT_DECODER_RELATIVE) m->relative_bucket[false] = i;
         if (param->unit == MT_UNIT_ENCODER_OUTPUT) m->encoder_bucket = i;
-        if (param->unit == MT_UNIT_VISION_INPUT) m->vision->input.bucket = i;
-        if (param->unit == MT_UNIT_VISION_LAYER) m->vision->layers[param->vision_part].bucket = i;
-        if (mt_unit_is_merger(param->unit)) m->vision->mergers[param->vision_part].bucket = i;
+        if (mt_unit_is_of_modality(param->unit)) *(int64_t *)(void *)m->modality->owner(m, param) = i;
     }
     if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
@@ -14009,7 +14029,7 @@ static void mt_sharding_open(mt_model *m) {
         if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
         if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
         if (param->unit >= MT_UNIT_ENCODER_RELATIVE && param->unit <= MT_UNIT_ENCODER_OUTPUT) *kind = MT_BUCKET_HALF;
-        if (mt_unit_is_of_tower(param->unit)) *kind = MT_BUCKET_VISION;
+        if (mt_unit_is_of_modality(param->unit)) *kind = MT_BUCKET_MODALITY;
         bool shards = param->unit != MT_UNIT_UNTRAINED && (param->trained || s->strategy == MT_SHARD_PARAMS);
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
         b->trained = param->trained, b->dtype = param->unit == MT_UNIT_UNTRAINED ? MT_F32 : m->dtype;
@@ -14321,7 +14341,7 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
-/* Zeroes the gradients of a bucket's linears that no product of this step has written. */
+/* Zeroes the gradients of a trained bucket's linears that no product of this step has written. */
 static void mt_bucket_zero_unwritten(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     bool written = false; // of the parameters that are one operand
@@ -14341,6 +14361,10 @@ static int64_t mt_bucket_trained(const mt_model *m, int64_t bucket) {
     for (; i >= 0 && i != bucket; i--) {
         param = &m->params[m->buckets[i].first_param];
         bool same = param->layer == of->layer && (param->expert < 0) == (of->expert < 0);
+        if (param->vision_part >= 0 && of->vision_part >= 0)
+            same = m->modality->owner(m, param) == m->modality->owner(m, of);
+        else
+            same &= param->vision_part == of->vision_part;
         if (mt_param_is_adapter(param) && same) break;
     }
     return i;
@@ -16403,10 +16427,6 @@ static void mt_plan_output(const mt_model *m, mt_micro_batch *mb, int64_t i, mt_
     mt_slots_allocate(s, MT_KEEP, &mb->outputs[i], arena);
 }
 
-static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena); // these three: §21
-static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena);
-static int64_t mt_vision_workspace_bytes(const mt_model *m);
-
 /* Saved values of one micro-batch on one chunk. */
 static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
     const mt_stage *stage = &m->stages[mb->chunk];
@@ -16420,7 +16440,7 @@ static void mt_plan_micro_batch(const mt_model *m, mt_micro_batch *mb, mt_arena 
         mt_plan_layer(m, w, MT_RECOMPUTE, &mb->layers[i], &recomputed);
     }
     for (int64_t i = 0; i <= stage->num_mtp; i++) mt_plan_output(m, mb, i, arena);
-    if (m->vision) mt_vision_plan_batch(m, mb, arena);
+    if (m->modality) m->modality->plan_batch(m, mb, arena);
     mt_slots slots = {.count = 0}, *s = &slots;
     if (!mt_has_encoder(m)) return;
     if (mt_begins_in_encoder(m, mb->chunk)) MT_OUTPUT_SLOT(s, hidden, m->max_rows, m->C, m->dtype);
@@ -16517,7 +16537,7 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
     if (m->experts->num_layers > 0 && !m->options->moe_permute_fusion) // see mt_combine_results
         m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts->num_choices, m->C, 1, 1));
     m->workspace_bytes = mt_max(m->workspace_bytes, mt_largest_widths(m).workspace_bytes);
-    m->workspace_bytes = mt_max(m->workspace_bytes, mt_vision_workspace_bytes(m));
+    if (m->modality) m->workspace_bytes = mt_max(m->workspace_bytes, m->modality->workspace_bytes(m));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     for (int i = MT_ROPE_MODEL; i <= MT_ROPE_WINDOW; i++) {
         if (!mt_rope_table_used(m->options, (mt_layer_rope)i)) continue;
@@ -16546,10 +16566,11 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
     m->adapter_table_bytes = adapters.used;
     for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
-    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * T * R * size);
-    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size);
+    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m)) : T;
+    m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * adapted * R * size);
+    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size); // of the decoder: a modality has no dropout
     mt_plan_scratch(m, arena);
-    if (m->vision) mt_vision_plan_scratch(m, arena);
+    if (m->modality) m->modality->plan_scratch(m, arena);
     mt_plan_experts(m, arena);
     int64_t context_bytes = 0;
     for (int i = 0; i < m->num_contexts; i++) {
@@ -16623,9 +16644,6 @@ int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
 }
 
 /* ==== §15b creation =============================================================================================== */
-
-static void mt_vision_open(mt_model *m); // these two: §21
-static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb);
 
 /* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
@@ -16987,7 +17005,7 @@ static void mt_model_micro_batches(mt_model *m) {
         for (int64_t i = 0; i < live[chunk]; i++, mb++) {
             *mb = (mt_micro_batch){.chunk = chunk, .index = -1};
             mb->layers = mt_model_calloc(m, mt_num_saved_layers(m, chunk) * (int64_t)sizeof(mt_activations));
-            if (m->vision) mt_vision_open_batch(m, mb);
+            if (m->modality) m->modality->open_batch(m, mb);
         }
     free(live);
     mt_arena batch = {0};
@@ -17129,9 +17147,9 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     }
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes), m->copied[i] = m->ops->event_create();
-        if (m->vision) m->vision->staged[i] = m->ops->memory_alloc_host(m->vision->block_bytes);
         m->trainer->pending[i].done = m->ops->event_create();
     }
+    if (m->modality) m->modality->start(m);
     m->arena.base = m->ops->memory_alloc(m->arena.capacity);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         m->parts[part].used = 0;
@@ -17315,7 +17333,8 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     if (mt_loss_check(m, error) != 0) return -1;
     mt_model_shape(m, o);
     mt_model_stages(m, o);
-    mt_vision_open(m);
+    m->modality = mt_modality_of(o);
+    if (m->modality) m->modality->open(m);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                               grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, o, &partition);
@@ -17392,7 +17411,9 @@ static int mt_model_check_taps(const mt_model *m, mt_error *error) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    bool failed = mt_options_check_sizes(options, plan->train, error) != 0 || mt_vision_check(options, error) != 0 ||
+    const mt_modality *modality = mt_modality_of(options);
+    bool failed = mt_options_check_sizes(options, plan->train, error) != 0 ||
+                  (modality && modality->check(options, error) != 0) ||
                   mt_options_check_limits(options, &ops->limits, error) != 0;
     if (mt_agree(&grid->world, failed, error) != 0) return -1;
     mt_model *m = mt_calloc(sizeof *m);
@@ -17435,10 +17456,10 @@ static void mt_model_free_device(mt_model *m) {
     if (m->host_loss && m->host_loss->device_tap) m->ops->memory_free(m->host_loss->device_tap);
     for (int i = 0; i < 2; i++) {
         m->ops->memory_free_host(m->staged_batch[i]);
-        if (m->vision) m->ops->memory_free_host(m->vision->staged[i]);
         m->ops->event_destroy(m->copied[i]);
         m->ops->event_destroy(m->trainer->pending[i].done);
     }
+    if (m->modality) m->modality->stop(m);
     m->ops->memory_free(m->arena.base);
     for (int part = 0; part < MT_NUM_PARTS; part++) {
         if (m->parts[part].base) m->ops->memory_free(m->parts[part].base);
@@ -17748,9 +17769,6 @@ void mt_model_read(mt_model *m, float *logp, float *entropy, float *logits) {
     if (logits) mt_logits_to_host(m, m->last_forward.mb->outputs[0].logits, logits, T, true);
 }
 
-static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch,
-                                  const mt_batch_block *block); // §21
-
 /* Writes the inputs of a decode pass to the host's block 0: always the same block, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
@@ -17762,7 +17780,7 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
         mb->context = NULL; // every context-parallel rank computes the whole batch
         mb->adapter_rows = batch->adapter_rows;
         mt_batch_block block = mt_batch_block_open(m, mb, batch, 0);
-        if (m->vision) mt_vision_decode_load(m, mb, batch, &block);
+        if (m->modality) m->modality->load_decode(m, mb, batch, &block);
         memcpy(block.cache_rows, cache_rows, T * 4);
         memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
         if (m->plan.page_rows > 0) memcpy(block.pages, batch->pages, (size_t)mt_page_entries(&m->plan) * 4);
@@ -22057,10 +22075,55 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  * mergers of deepstack, behind other layers of the tower, are added to the outputs of the decoder's first layers at the
  * same rows (Meng et al., "DeepStack"). The backward takes the gradients at these places (mt_vision_take), then runs
  * the tower backwards. Tokens of an image have three coordinates, by which RoPE rotates different channels; the host
- * computes the cosines of each token. The tower is on the stage with the embedding, and whole on every tensor-parallel
- * rank. Invariants: with windows, the host puts the patches in the order of windows, so that every span is contiguous,
- * in a window and in an image; a micro-batch without images computes nothing, but each backward completes the tower's
- * gradients, as ranks reduce them together. */
+ * computes the cosines of each token.
+ *
+ * The tower is on the stage with the embedding, and every rank there has all of its parameters. The images of a
+ * micro-batch are divided among the tensor- and context-parallel ranks that share it, whole, so that attention stays
+ * on a rank (mt_images_divide); every rank then gathers the features of all (mt_vision_gather_features), and their
+ * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks. Each
+ * data-parallel rank has the images of its own micro-batches. The row of mt_modality, at the end, is what the trunk
+ * calls. Invariants: with windows, the host puts the
+ * patches in the order of windows, so that every span is contiguous, in a window and in an image; a micro-batch without
+ * images computes nothing, but each backward completes the tower's gradients, as ranks reduce them together. */
+
+/* The vision tower of a model, on every rank, and on those with the embedding its parameters. */
+typedef struct mt_vision {
+    mt_vision_input input;
+    mt_vision_layer layers[MT_MAX_VISION_LAYERS];
+    mt_merger mergers[1 + MT_MAX_VISION_LAYERS]; // [0] behind the last layer, then those of deepstack
+    int64_t num_layers, num_mergers;
+    int64_t C, D, F, M;              // channels, of a head, of the MLP; patches of a token
+    struct mt_vision_values *shared; // the values of the layer at hand, where these are not kept
+    struct mt_vision_scratch *scratch;
+    char *staged[2]; // as mt_model.staged_batch
+    int64_t block_bytes;
+    int64_t patches;                          // see mt_model_patches
+    void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
+} mt_vision;
+
+/* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
+typedef struct mt_vision_batch {
+    int64_t num_tokens;             // of its images on all ranks; 0: the micro-batch has no image
+    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of their tokens
+    int64_t *first_token;           // [ranks + 1] those of each rank of tensor_context: they stand in this order
+    bool has_coordinates;           // the decoder's tokens rotate by rope_cos, rope_sin
+    char *memory;                   // on the device, of the arrays to token_rows
+    float *rope_cos, *rope_sin;     // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
+    int32_t *numbers;               // [max(T, P)] 0, 1, 2 ...
+    int32_t *token_of_row;          // [R] for each row of the residual stream its token among those of images, or -1
+    float *patches;                 // [P, numbers of a patch] from here on: on the stage with the embedding
+    float *cos, *sin;               // [P, D / 2] of patches
+    int32_t *taps;                  // [4, P] learned positions of a patch
+    float *tap_weights;             // [4, P]
+    mt_span *images, *windows;      // patches that attend to each other
+    int32_t *row_of_token;          // [num_tokens] rows of the residual stream; -1: another rank has it
+    mt_span *host_images, *host_windows;
+    int64_t num_images, num_windows;
+    void *x;                         // [P, numbers of a patch] the patches in the model's type
+    void **hidden;                   // [layers + 1] of [P, C]: inputs of the layers, and the last one's output
+    struct mt_vision_values *layers; // [layers], or NULL: shared
+    struct mt_merger_values *mergers;
+} mt_vision_batch;
 
 /* Saved values of a layer. Cv, F as in mt_vision_layer. */
 typedef struct mt_vision_values {
@@ -22076,7 +22139,7 @@ typedef struct mt_vision_values {
 typedef struct mt_merger_values {
     mt_normed norm;     // [P, Cv]
     void *fc1, *active; // [P / M, M Cv]
-    void *out, *dout;   // [P / M, C] features of the tokens, and their gradient
+    void *out, *dout;   // [num_tokens, C] features of the tokens, and their gradient
 } mt_merger_values;
 
 typedef struct mt_vision_scratch {
@@ -22092,16 +22155,59 @@ typedef struct mt_vision_scratch {
 
 static const float mt_vision_epsilon = 1e-6f; // of all norms of the tower
 
+static mt_vision *mt_tower(const mt_model *m) {
+    return m->modality_state;
+}
+
+static mt_vision_batch *mt_pass_images(const mt_pass *p) {
+    return p->mb->modality;
+}
+
 static bool mt_has_images(const mt_pass *p) {
-    return p->mb->vision.num_tokens > 0;
+    return mt_pass_images(p)->num_tokens > 0;
 }
 
-static bool mt_has_coordinates(const mt_pass *p) {
-    return p->mb->vision.has_coordinates;
+/* Merger 0 adds to the embedding, those of deepstack behind the first layers: merger layer + 1 behind `layer`. */
+static bool mt_vision_adds(const mt_model *m, const mt_pass *p, int64_t layer) {
+    return mt_has_images(p) && layer + 1 < mt_tower(m)->num_mergers;
 }
 
-static bool mt_layer_has_deepstack(const mt_model *m, const mt_pass *p, int64_t layer) {
-    return m->vision && mt_has_images(p) && layer + 1 < m->vision->num_mergers;
+/* ---- parameters */
+
+static bool mt_unit_is_merger(mt_unit unit) {
+    return unit == MT_UNIT_MERGER || unit == MT_UNIT_DEEPSTACK;
+}
+
+/* True if --freeze-vision or --freeze-projector keeps a unit as it is. */
+static bool mt_vision_freezes(const mt_options *o, mt_unit unit) {
+    if (!mt_unit_is_of_modality(unit)) return false;
+    return mt_unit_is_merger(unit) ? o->vision.freeze_projector : o->vision.freeze;
+}
+
+/* The buckets of a vision tower whose parameters are frozen, or else the others, in the order of its forward. */
+static void mt_vision_add_params(mt_param_table *table, bool frozen) {
+    const mt_options *o = table->options;
+    table->vision_part = 0;
+    if (mt_vision_freezes(o, MT_UNIT_VISION_INPUT) == frozen) {
+        mt_params_add_bucket(table, MT_UNIT_VISION_INPUT, -1);
+        for (; table->vision_part < o->vision.num_layers; table->vision_part++)
+            mt_params_add_bucket(table, MT_UNIT_VISION_LAYER, -1);
+    }
+    if (mt_vision_freezes(o, MT_UNIT_MERGER) == frozen) {
+        for (table->vision_part = 1; table->vision_part <= mt_num_deepstack(o); table->vision_part++)
+            mt_params_add_bucket(table, MT_UNIT_DEEPSTACK, -1);
+        table->vision_part = 0;
+        mt_params_add_bucket(table, MT_UNIT_MERGER, -1);
+    }
+}
+
+/* The struct of a part of the tower; its bucket is the first field. That of an adapter has the matrix that it adapts.
+ */
+static char *mt_vision_owner(const mt_model *m, const mt_param *param) {
+    mt_vision *t = mt_tower(m);
+    mt_role role = mt_param_is_adapter(param) ? param->adapts : param->role;
+    if (role >= MT_MERGER_NORM) return (char *)&t->mergers[param->vision_part];
+    return role <= MT_VISION_POSITIONS ? (char *)&t->input : (char *)&t->layers[param->vision_part];
 }
 
 /* ---- the layers of the tower */
@@ -22134,8 +22240,8 @@ static mt_norm_args mt_vision_norm(int64_t rows, int64_t C, const mt_norm *w, co
 
 /* RoPE of a patch's row and column, of q and k or of their gradients, in place. */
 static mt_rope_args mt_vision_rope(const mt_model *m, const mt_pass *p, void *qkv) {
-    const mt_vision *t = m->vision;
-    const mt_vision_batch *v = &p->mb->vision;
+    const mt_vision *t = mt_tower(m);
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_rope_args rope = {.T = v->num_patches, .H = 2 * t->C / t->D, .D = t->D, .x = qkv, .y = qkv};
     rope.x_stride = rope.y_stride = 3 * t->C;
     rope.rotation = (mt_rotation){.cos = v->cos, .sin = v->sin, .positions = v->numbers, .R = t->D};
@@ -22144,8 +22250,8 @@ static mt_rope_args mt_vision_rope(const mt_model *m, const mt_pass *p, void *qk
 
 /* Attention of a layer, over images or windows. */
 static mt_attention mt_vision_attention(const mt_model *m, const mt_pass *p, int64_t layer, const mt_vision_values *a) {
-    const mt_vision *t = m->vision;
-    const mt_vision_batch *v = &p->mb->vision;
+    const mt_vision *t = mt_tower(m);
+    const mt_vision_batch *v = mt_pass_images(p);
     bool whole = m->options->vision.tower == MT_VISION_QWEN3 || m->options->vision.full_layers >> layer & 1;
     mt_attention call = {.num_heads = t->C / t->D, .num_groups = t->C / t->D, .head_size = t->D, .value_size = t->D};
     call.q = a->qkv, call.k = mt_at(a->qkv, t->C, m->dtype), call.v = mt_at(a->qkv, 2 * t->C, m->dtype);
@@ -22159,22 +22265,22 @@ static mt_attention mt_vision_attention(const mt_model *m, const mt_pass *p, int
 
 static mt_activation_args mt_vision_activation(const mt_model *m, int64_t rows, const mt_vision_values *a) {
     bool gated = m->options->vision.tower == MT_VISION_QWEN2_5;
-    mt_activation_args f = {.T = rows, .F = m->vision->F, .x = a->fc1, .y = a->active};
+    mt_activation_args f = {.T = rows, .F = mt_tower(m)->F, .x = a->fc1, .y = a->active};
     f.activation = gated ? MT_ACTIVATION_SWIGLU : MT_ACTIVATION_GELU_TANH;
     return f;
 }
 
 /* The values of a layer: its own, or the set of all. */
 static mt_vision_values *mt_vision_values_of(const mt_model *m, const mt_pass *p, int64_t layer) {
-    return p->mb->vision.layers ? &p->mb->vision.layers[layer] : m->vision->shared;
+    return mt_pass_images(p)->layers ? &mt_pass_images(p)->layers[layer] : mt_tower(m)->shared;
 }
 
 /* out[P, Cv] of layer `i` from its input x. */
 static void mt_vision_layer_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *out) {
-    const mt_vision_layer *w = &m->vision->layers[i];
+    const mt_vision_layer *w = &mt_tower(m)->layers[i];
     mt_vision_values *a = mt_vision_values_of(m, p, i);
-    mt_vision_scratch *s = m->vision->scratch;
-    int64_t P = p->rows, C = m->vision->C;
+    mt_vision_scratch *s = mt_tower(m)->scratch;
+    int64_t P = p->rows, C = mt_tower(m)->C;
     mt_rope_args rope = mt_vision_rope(m, p, a->qkv);
     mt_attention attention = mt_vision_attention(m, p, i, a);
     mt_activation_args activation = mt_vision_activation(m, P, a);
@@ -22199,10 +22305,10 @@ static void mt_vision_layer_forward(mt_model *m, const mt_pass *p, int64_t i, co
 
 /* dhidden[P, Cv]: the gradient of the layer's output in, that of its input x out. */
 static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *dhidden) {
-    const mt_vision_layer *w = &m->vision->layers[i];
-    mt_vision_scratch *s = m->vision->scratch;
-    int64_t P = p->rows, C = m->vision->C;
-    if (!p->mb->vision.layers) mt_vision_layer_forward(m, p, i, x, NULL); // recomputes
+    const mt_vision_layer *w = &mt_tower(m)->layers[i];
+    mt_vision_scratch *s = mt_tower(m)->scratch;
+    int64_t P = p->rows, C = mt_tower(m)->C;
+    if (!mt_pass_images(p)->layers) mt_vision_layer_forward(m, p, i, x, NULL); // recomputes
     const mt_vision_values *a = mt_vision_values_of(m, p, i);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
@@ -22237,23 +22343,23 @@ static void mt_vision_layer_backward(mt_model *m, const mt_pass *p, int64_t i, c
 
 /* The norm of merger 0 is of each patch, that of deepstack of the M patches of a token together. */
 static mt_norm_args mt_merger_norm(const mt_model *m, const mt_pass *p, int64_t i, const mt_merger_values *a) {
-    int64_t together = i > 0 ? m->vision->M : 1;
-    return mt_vision_norm(p->rows / together, m->vision->C * together, &m->vision->mergers[i].norm, &a->norm);
+    int64_t together = i > 0 ? mt_tower(m)->M : 1;
+    return mt_vision_norm(p->rows / together, mt_tower(m)->C * together, &mt_tower(m)->mergers[i].norm, &a->norm);
 }
 
 static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass *tokens, const mt_merger_values *a) {
     return (mt_activation_args){.T = tokens->rows,
-                                .F = m->vision->M * m->vision->C,
+                                .F = mt_tower(m)->M * mt_tower(m)->C,
                                 .activation = MT_ACTIVATION_GELU,
                                 .x = a->fc1,
                                 .y = a->active};
 }
 
-/* Features of the tokens from x[P, Cv]. */
+/* Features of the tokens of this rank's images from x[P, Cv]. */
 static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
-    const mt_merger *w = &m->vision->mergers[i];
-    mt_merger_values *a = &p->mb->vision.mergers[i];
-    mt_pass tokens = mt_vision_pass(p, p->rows / m->vision->M);
+    const mt_merger *w = &mt_tower(m)->mergers[i];
+    mt_merger_values *a = &mt_pass_images(p)->mergers[i];
+    mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     mt_bucket_acquire(m, w->bucket);
     mt_norm_args norm = mt_merger_norm(m, p, i, a);
@@ -22261,19 +22367,21 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
     mt_norm_forward_of(m, p, &norm);
     mt_linear_forward(mt_linears(&tokens), &w->fc1, &(mt_linear_io){.x = a->norm.y, .y = a->fc1});
     m->ops->activation_forward(&activation, m->dtype, p->stream);
-    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = a->out});
+    void *own = mt_at(a->out, mt_pass_images(p)->first_own * m->C, m->dtype);
+    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = own});
     mt_bucket_release(m, w->bucket);
 }
 
 /* dhidden[P, Cv] += the gradient of x, or with `first` = it. */
 static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const void *x, void *dhidden, bool first) {
-    const mt_merger *w = &m->vision->mergers[i];
-    const mt_merger_values *a = &p->mb->vision.mergers[i];
-    mt_vision_scratch *s = m->vision->scratch;
-    mt_pass tokens = mt_vision_pass(p, p->rows / m->vision->M);
+    const mt_merger *w = &mt_tower(m)->mergers[i];
+    const mt_merger_values *a = &mt_pass_images(p)->mergers[i];
+    mt_vision_scratch *s = mt_tower(m)->scratch;
+    mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    mt_linear_io fc2 = {.x = a->active, .dy = a->dout, .dx = s->dactive};
+    const void *own = mt_at(a->dout, mt_pass_images(p)->first_own * m->C, m->dtype);
+    mt_linear_io fc2 = {.x = a->active, .dy = own, .dx = s->dactive};
     mt_linear_backward(mt_linears(&tokens), &w->fc2, &fc2, MT_BACKWARD_BOTH);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     activation.dy = s->dactive, activation.dx = s->dfc1;
@@ -22287,20 +22395,20 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
     mt_bucket_release(m, w->bucket);
 }
 
-/* x[R, C] += the features of a merger at the rows of their tokens. */
-static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t merger, void *x) {
-    const mt_vision_batch *v = &p->mb->vision;
+/* x[R, C] += the features of merger layer + 1 at the rows of their tokens. */
+static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t layer, void *x) {
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
-    rows.in = p->decode ? m->vision->features[merger] : v->mergers[merger].out;
+    rows.in = p->decode ? mt_tower(m)->features[layer + 1] : v->mergers[layer + 1].out;
     rows.base = rows.out = x;
     m->ops->combine_rows(&rows, m->dtype, p->stream);
 }
 
 /* The gradient of these features from dx[R, C]; zeros for tokens of other ranks. */
-static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, const void *dx) {
-    const mt_vision_batch *v = &p->mb->vision;
+static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t layer, const void *dx) {
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token, .from = dx};
-    rows.to = v->mergers[merger].dout;
+    rows.to = v->mergers[layer + 1].dout;
     m->ops->gather_rows(&rows, m->dtype, p->stream);
 }
 
@@ -22309,10 +22417,10 @@ static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t merger, 
 enum { MT_VISION_TAPS = 4 };
 
 static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
-    const mt_vision_input *w = &m->vision->input;
-    const mt_vision_batch *v = &p->mb->vision;
-    mt_vision_scratch *s = m->vision->scratch;
-    int64_t P = p->rows, C = m->vision->C;
+    const mt_vision_input *w = &mt_tower(m)->input;
+    const mt_vision_batch *v = mt_pass_images(p);
+    mt_vision_scratch *s = mt_tower(m)->scratch;
+    int64_t P = p->rows, C = mt_tower(m)->C;
     mt_bucket_acquire(m, w->bucket);
     m->ops->convert(v->x, m->dtype, v->patches, MT_F32, P * mt_patch_values(m->options), p->stream);
     mt_linear_forward(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .y = out});
@@ -22328,10 +22436,10 @@ static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
 
 /* From dhidden[P, Cv], the gradient of the first layer's input. */
 static void mt_vision_input_backward(mt_model *m, const mt_pass *p, const void *dhidden) {
-    const mt_vision_input *w = &m->vision->input;
-    const mt_vision_batch *v = &p->mb->vision;
-    mt_vision_scratch *s = m->vision->scratch;
-    int64_t P = p->rows, C = m->vision->C, count = m->options->vision.num_positions;
+    const mt_vision_input *w = &mt_tower(m)->input;
+    const mt_vision_batch *v = mt_pass_images(p);
+    mt_vision_scratch *s = mt_tower(m)->scratch;
+    int64_t P = p->rows, C = mt_tower(m)->C, count = m->options->vision.num_positions;
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
     mt_linear_backward_weight(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .dy = dhidden});
@@ -22352,13 +22460,13 @@ static void mt_vision_input_backward(mt_model *m, const mt_pass *p, const void *
 static int64_t mt_deepstack_of(const mt_model *m, int64_t layer) {
     uint64_t layers = m->options->vision.deepstack_layers;
     int64_t merger = 1;
-    if (m->vision->num_mergers == 1 || !(layers >> layer & 1)) return -1;
+    if (mt_tower(m)->num_mergers == 1 || !(layers >> layer & 1)) return -1;
     for (int64_t i = 0; i < layer; i++) merger += layers >> i & 1;
     return merger;
 }
 
-/* Ranks that share a bucket gather its weights at the same time: one whose micro-batch has no images does as others
- * whose micro-batches have some, in the order of their passes. */
+/* Ranks that share a bucket gather its weights at the same time: one without images does as others that have some, in
+ * the order of their passes. */
 static void mt_vision_gather(mt_model *m, int64_t bucket) {
     if (m->plan.max_patches == 0) return; // no rank has images
     mt_bucket_acquire(m, bucket);
@@ -22367,7 +22475,7 @@ static void mt_vision_gather(mt_model *m, int64_t bucket) {
 
 /* The buckets of mt_vision_forward. */
 static void mt_vision_pass_over(mt_model *m) {
-    const mt_vision *t = m->vision;
+    const mt_vision *t = mt_tower(m);
     mt_vision_gather(m, t->input.bucket);
     for (int64_t i = 0; i < t->num_layers; i++) {
         int64_t merger = mt_deepstack_of(m, i);
@@ -22377,43 +22485,90 @@ static void mt_vision_pass_over(mt_model *m) {
     mt_vision_gather(m, t->mergers[0].bucket);
 }
 
-static void mt_vision_forward(mt_model *m, const mt_pass *p) {
-    const mt_vision_batch *v = &p->mb->vision;
+/* The features of this rank's images. */
+static void mt_vision_compute(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    if (!mt_has_images(p)) {
+    mt_tower(m)->patches += v->num_patches;
+    if (v->num_patches == 0) {
         mt_vision_pass_over(m);
         return;
     }
     mt_vision_input_forward(m, &patches, v->hidden[0]);
-    for (int64_t i = 0; i < m->vision->num_layers; i++) {
+    for (int64_t i = 0; i < mt_tower(m)->num_layers; i++) {
         mt_vision_layer_forward(m, &patches, i, v->hidden[i], v->hidden[i + 1]);
         int64_t merger = mt_deepstack_of(m, i);
         if (merger > 0) mt_merger_forward(m, &patches, merger, v->hidden[i + 1]);
     }
-    mt_merger_forward(m, &patches, 0, v->hidden[m->vision->num_layers]);
+    mt_merger_forward(m, &patches, 0, v->hidden[mt_tower(m)->num_layers]);
 }
 
-/* Gradients of a bucket to which a micro-batch without images, or a backward that stops before it, adds nothing.
- * `gathers`: other ranks, whose micro-batches have images, read its weights. */
+/* The features of all images, from the ranks that computed them. */
+static void mt_vision_gather_features(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    const mt_group *group = &m->grid->tensor_context;
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers && group->size > 1; i++)
+        for (int rank = 0; rank < group->size; rank++) {
+            int64_t first = v->first_token[rank], count = v->first_token[rank + 1] - first;
+            if (count == 0) continue;
+            m->ops->broadcast(mt_at(v->mergers[i].out, first * m->C, m->dtype), count * m->C, m->dtype, rank, group,
+                              p->stream);
+        }
+}
+
+/* The gradients of the features of each rank's images: sums over the ranks with rows of the residual stream. Without
+ * sequence parallelism tensor-parallel ranks have equal rows, and each sums those of its own images. */
+static void mt_vision_reduce_gradients(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    bool rows_differ = m->tp.sequence_parallel;
+    const mt_group *group = rows_differ ? &m->grid->tensor_context : &m->grid->context;
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers && group->size > 1; i++)
+        for (int rank = 0; rank < group->size; rank++) {
+            int owner = rows_differ ? rank : rank * m->grid->tensor.size + m->grid->tensor.rank; // in tensor_context
+            int64_t first = v->first_token[owner], count = v->first_token[owner + 1] - first;
+            void *dout = mt_at(v->mergers[i].dout, first * m->C, m->dtype);
+            if (count > 0) m->ops->reduce(dout, dout, count * m->C, m->dtype, rank, group, p->stream);
+        }
+}
+
+static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+    mt_vision_compute(m, p);
+    if (mt_has_images(p)) mt_vision_gather_features(m, p);
+}
+
+/* Gradients of a bucket to which a rank without images, or a backward that stops before it, adds nothing. `gathers`:
+ * other ranks, which have images, read its weights. */
 static void mt_vision_skip(mt_model *m, const mt_pass *p, int64_t bucket, bool gathers) {
+    int64_t trained = mt_bucket_trained(m, bucket);
     if (gathers && m->plan.max_patches > 0) mt_bucket_acquire(m, bucket);
-    if (m->buckets[bucket].trained) {
+    if (trained >= 0) {
         mt_bucket_gradients_acquire(m, bucket);
-        mt_bucket_zero_unwritten(m, bucket);
+        mt_bucket_zero_unwritten(m, trained);
         mt_bucket_gradients_release(m, bucket, p->last);
     }
     if (gathers && m->plan.max_patches > 0) mt_bucket_release(m, bucket);
 }
 
-/* From the gradients of the mergers' features. Frozen layers need no gradients of their own; with all of the tower
- * frozen, nothing does. */
+/* True if a part of the tower, or its adapters, trains; of its mergers, or of the parts before them. */
+static bool mt_tower_trains(const mt_model *m, bool of_mergers) {
+    const mt_vision *t = mt_tower(m);
+    bool trains = !of_mergers && mt_bucket_trained(m, t->input.bucket) >= 0;
+    for (int64_t i = 0; i < (of_mergers ? t->num_mergers : t->num_layers) && !trains; i++)
+        trains = mt_bucket_trained(m, of_mergers ? t->mergers[i].bucket : t->layers[i].bucket) >= 0;
+    return trains;
+}
+
+/* From the gradients of the mergers' features. Where no part before the mergers trains, no gradient passes through
+ * them; where all of the tower is frozen, nothing is computed. */
 static void mt_vision_backward(mt_model *m, const mt_pass *p) {
-    const mt_vision_batch *v = &p->mb->vision;
-    mt_vision *t = m->vision;
+    const mt_vision_batch *v = mt_pass_images(p);
+    mt_vision *t = mt_tower(m);
     void *dhidden = t->scratch->dhidden;
     mt_pass patches = mt_vision_pass(p, v->num_patches);
-    bool tower = m->buckets[t->input.bucket].trained, any = tower || m->buckets[t->mergers[0].bucket].trained;
-    bool runs = mt_has_images(p) && any;
+    bool tower = mt_tower_trains(m, false), any = tower || mt_tower_trains(m, true);
+    bool input = mt_bucket_trained(m, t->input.bucket) >= 0;
+    bool runs = v->num_patches > 0 && any;
+    if (mt_has_images(p) && any) mt_vision_reduce_gradients(m, p);
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], dhidden, true);
@@ -22424,10 +22579,10 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
         if (i > 0 && runs && tower) mt_vision_layer_backward(m, &patches, i - 1, v->hidden[i - 1], dhidden);
         if (i > 0 && !(runs && tower)) mt_vision_skip(m, p, t->layers[i - 1].bucket, tower);
     }
-    if (runs && tower)
+    if (runs && input)
         mt_vision_input_backward(m, &patches, dhidden);
     else
-        mt_vision_skip(m, p, t->input.bucket, tower);
+        mt_vision_skip(m, p, t->input.bucket, input);
 }
 
 /* ---- inputs, on the host */
@@ -22440,33 +22595,36 @@ static int mt_mrope_coordinate(const mt_options *o, int64_t i) {
     return i < section[0] ? 0 : i < section[0] + section[1] ? 1 : 2;
 }
 
-static mt_rotation mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
-    const mt_vision_batch *v = &p->mb->vision;
-    return (mt_rotation){.cos = v->rope_cos,
-                         .sin = v->rope_sin,
-                         .positions = v->numbers + first_row,
-                         .R = m->rotary_dim,
-                         .interleaved = m->options->rotary_interleaved};
+static bool mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t first_row, mt_rotation *rotation) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    if (!v->has_coordinates) return false;
+    *rotation = (mt_rotation){.cos = v->rope_cos,
+                              .sin = v->rope_sin,
+                              .positions = v->numbers + first_row,
+                              .R = m->rotary_dim,
+                              .interleaved = m->options->rotary_interleaved};
+    return true;
 }
 
-/* Assigns the arrays of images of P patches beside T tokens; on the stage with the embedding also those of the tower.
- */
+/* Assigns the arrays of images beside T tokens; on the stage with the embedding also those of the tower, for P patches
+ * on this rank and image tokens on all. */
 static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *arena, int64_t T, int64_t P,
-                               bool tower) {
-    int64_t tokens = P / m->vision->M, half = m->rotary_dim / 2;
+                               int64_t tokens, bool tower) {
+    int64_t half = m->rotary_dim / 2;
     v->rope_cos = mt_arena_alloc(arena, T * half * 4), v->rope_sin = mt_arena_alloc(arena, T * half * 4);
     v->numbers = mt_arena_alloc(arena, mt_max(T, P) * 4), v->token_of_row = mt_arena_alloc(arena, T * 4);
     if (!tower) return;
     v->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
-    v->cos = mt_arena_alloc(arena, P * m->vision->D / 2 * 4), v->sin = mt_arena_alloc(arena, P * m->vision->D / 2 * 4);
+    v->cos = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4),
+    v->sin = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4);
     v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
     v->tap_weights = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
-    v->images = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
-    v->windows = mt_arena_alloc(arena, tokens * (int64_t)sizeof(mt_span));
+    v->images = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
+    v->windows = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
 }
 
-/* The cosines of the decoder's token t, which has these coordinates. */
+/* The cosines of the decoder's row t, whose token has these coordinates. */
 static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int64_t t, const int64_t at[3]) {
     const mt_options *o = m->options;
     int64_t half = m->rotary_dim / 2;
@@ -22476,9 +22634,11 @@ static void mt_vision_rotate(const mt_model *m, const mt_vision_batch *host, int
     }
 }
 
-/* The rows of the residual stream of each image's tokens, in order, and the cosines of all tokens. A token of text has
- * one coordinate, its position; the tokens of an image begin there, and the text behind it at its longer side. */
-static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *rows, const mt_vision_batch *host) {
+/* The rows of each image's tokens, in order, and the cosines of all rows. local[t]: this rank's row of token t, or -1:
+ * another context-parallel rank has it. A token of text has one coordinate, its position; the tokens of an image begin
+ * there, and the text behind it at its longer side. */
+static void mt_vision_place(const mt_model *m, const mt_batch *batch, const int32_t *local, int32_t *rows,
+                            const mt_vision_batch *host) {
     const mt_options *o = m->options;
     int64_t side = o->vision.spatial_merge_size, image = 0;
     for (int64_t s = 0; s < batch->num_spans; s++) {
@@ -22489,8 +22649,8 @@ static void mt_vision_place(const mt_model *m, const mt_batch *batch, int32_t *r
             int64_t height = grid ? grid->height / side : 1, width = grid ? grid->width / side : 1;
             for (int64_t k = 0; k < height * width; k++, t++) {
                 int64_t at[3] = {position, position + k / width, position + k % width};
-                mt_vision_rotate(m, host, t, at);
-                if (grid) *rows++ = (int32_t)t;
+                if (local[t] >= 0) mt_vision_rotate(m, host, local[t], at);
+                if (grid) *rows++ = local[t];
             }
             position += mt_max(height, width);
         }
@@ -22520,7 +22680,7 @@ static void mt_vision_tap(const mt_options *o, const mt_image_grid *grid, int64_
 static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t row,
                                  int64_t column, int64_t to, const mt_vision_batch *host) {
     const mt_options *o = m->options;
-    int64_t side = o->vision.spatial_merge_size, M = m->vision->M, D = m->vision->D, values = mt_patch_values(o);
+    int64_t side = o->vision.spatial_merge_size, M = mt_tower(m)->M, D = mt_tower(m)->D, values = mt_patch_values(o);
     int64_t from = (row * (grid->width / side) + column) * M;
     memcpy(host->patches + to * values, patches + from * values, (size_t)(M * values) * 4);
     for (int64_t k = 0; k < M; k++) {
@@ -22535,79 +22695,139 @@ static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, c
     }
 }
 
-/* An image's patches, in the order of windows where the tower has them; rows: of its tokens. */
-static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t first,
+/* The rows of an image's tokens, from `token` on, and its patches, unless they are NULL: another rank computes it. Both
+ * in the order of windows where the tower has them; rows: in the order of the image. */
+static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
                                  const int32_t *rows, mt_vision_batch *v, const mt_vision_batch *host) {
     const mt_vision_options *o = &m->options->vision;
     int64_t height = grid->height / o->spatial_merge_size, width = grid->width / o->spatial_merge_size;
-    int64_t M = m->vision->M, tall = height, wide = width, to = first;
+    int64_t M = mt_tower(m)->M, tall = height, wide = width, first = (token - v->first_own) * M, to = first;
     if (o->tower == MT_VISION_QWEN2_5) tall = wide = mt_max(o->window_size / o->patch_size / o->spatial_merge_size, 1);
     for (int64_t top = 0; top < height; top += tall)
         for (int64_t left = 0; left < width; left += wide) {
             int64_t begin = to, bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
             for (int64_t row = top; row < bottom; row++)
                 for (int64_t column = left; column < right; column++, to += M) {
-                    mt_vision_token_load(m, grid, patches, row, column, to, host);
-                    host->row_of_token[to / M] = rows[row * width + column];
+                    host->row_of_token[token++] = rows[row * width + column];
+                    if (patches) mt_vision_token_load(m, grid, patches, row, column, to, host);
                 }
-            v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
+            if (patches) v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
         }
-    v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    if (patches) v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+}
+
+/* An image and its number of patches. */
+typedef struct mt_sized_image {
+    int64_t patches, image;
+} mt_sized_image;
+
+static int mt_sized_image_compare(const void *a, const void *b) {
+    const mt_sized_image *x = a, *y = b;
+    if (x->patches != y->patches) return x->patches < y->patches ? 1 : -1;
+    return x->image < y->image ? -1 : x->image > y->image;
+}
+
+void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_images, int64_t ranks) {
+    mt_sized_image *sizes = mt_malloc(num_images * (int64_t)sizeof *sizes);
+    int64_t *load = mt_calloc(ranks * 8);
+    for (int64_t i = 0; i < num_images; i++) sizes[i] = (mt_sized_image){grids[i].height * grids[i].width, i};
+    if (num_images > 0) qsort(sizes, (size_t)num_images, sizeof *sizes, mt_sized_image_compare);
+    for (int64_t i = 0; i < num_images; i++) {
+        int64_t least = 0;
+        for (int64_t rank = 1; rank < ranks; rank++)
+            if (load[rank] < load[least]) least = rank;
+        load[least] += sizes[i].patches, owner[sizes[i].image] = (int32_t)least;
+    }
+    free(load);
+    free(sizes);
+}
+
+/* Divides the images of a micro-batch among the ranks that share it: owner[num_images], and the tokens of each rank. */
+static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, int32_t *owner, mt_vision_batch *v) {
+    const mt_group *group = &m->grid->tensor_context;
+    mt_images_divide(owner, images->grids, images->num_images, group->size);
+    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
+    for (int64_t i = 0; i < images->num_images; i++)
+        v->first_token[owner[i] + 1] += images->grids[i].height * images->grids[i].width / mt_tower(m)->M;
+    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
+    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
+    v->num_patches = (v->first_token[group->rank + 1] - v->first_own) * mt_tower(m)->M;
+}
+
+/* The rows of all image tokens, and the patches of this rank's images. rows: of the images' tokens, in order; owner: of
+ * the images. Each token has its row on one rank: with sequence parallelism, of all that share the micro-batch. */
+static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, const mt_image_batch *images,
+                                  const int32_t *owner, const int32_t *rows, const mt_vision_batch *host) {
+    const mt_group *group = &m->grid->tensor_context;
+    mt_vision_batch *v = mb->modality;
+    int64_t *next = mt_malloc(group->size * 8), first_row = 0;
+    const float *patches = images->patches;
+    if (m->tp.sequence_parallel) first_row = m->grid->tensor.rank * mb->rows;
+    memcpy(next, v->first_token, (size_t)group->size * 8);
+    for (int64_t i = 0; i < images->num_images; i++) {
+        const mt_image_grid *grid = &images->grids[i];
+        int64_t P = grid->height * grid->width, tokens = P / mt_tower(m)->M;
+        mt_vision_image_load(m, grid, owner[i] == group->rank ? patches : NULL, next[owner[i]], rows, v, host);
+        patches += P * mt_patch_values(m->options), rows += tokens, next[owner[i]] += tokens;
+    }
+    for (int64_t k = 0; k < v->num_tokens; k++) {
+        int64_t here = host->row_of_token[k] - first_row; // a row of -1 is before all of them
+        bool held = host->row_of_token[k] >= 0 && here >= 0 && here < mb->rows;
+        host->row_of_token[k] = held ? (int32_t)here : -1;
+        if (held) host->token_of_row[here] = (int32_t)k;
+    }
+    memcpy(host->images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
+    memcpy(host->windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    free(next);
 }
 
 /* Fills the inputs of a micro-batch's images and enqueues their copy; image tokens among block->tokens become -1, whose
  * embedding is 0. */
-static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
-    const mt_image_batch *images = &batch->images;
-    mt_vision_batch *v = &mb->vision;
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block) {
+    const mt_image_batch *images = &whole->images;
+    mt_vision_batch *v = mb->modality;
     bool tower = m->stages[mb->chunk].embedding;
-    int64_t M = m->vision->M, T = batch->num_tokens, P = 0;
-    for (int64_t i = 0; i < images->num_images; i++) P += images->grids[i].height * images->grids[i].width;
-    v->num_patches = P, v->num_tokens = P / M, v->num_images = v->num_windows = 0;
-    v->has_coordinates = P > 0;
-    if (P == 0) return;
-    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
-    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
-    mt_vision_block_at(m, v, &on_device, T, P, tower);
+    int64_t T = mb->T;
+    v->num_tokens = v->num_patches = v->num_images = v->num_windows = 0;
+    v->has_coordinates = images->num_images > 0;
+    if (images->num_images == 0) return;
+    const int32_t *own_tokens = mb->context ? mt_context_own_tokens(mb->context, whole->num_tokens) : NULL;
+    int32_t *owner = mt_malloc(images->num_images * 4), *local = mt_malloc(whole->num_tokens * 4);
+    for (int64_t t = 0; t < whole->num_tokens; t++) local[t] = own_tokens ? -1 : (int32_t)t;
+    for (int64_t t = 0; t < T && own_tokens; t++) local[own_tokens[t]] = (int32_t)t;
+    mt_vision_divide(m, images, owner, v);
+    int64_t P = v->num_patches;
+    mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
+    mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
+    mt_vision_block_at(m, v, &on_device, T, P, v->num_tokens, tower);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, T, P, tower);
-    int32_t *rows = mt_malloc(v->num_tokens * 4), *row = rows; // of tokens in the order of the images
-    int64_t first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * mb->rows : 0, first = 0;
-    mt_vision_place(m, batch, rows, &host);
+    mt_vision_block_at(m, &host, &on_host, T, P, v->num_tokens, tower);
+    int32_t *rows = mt_malloc(v->num_tokens * 4); // of tokens in the order of the images
+    mt_vision_place(m, whole, local, rows, &host);
     for (int64_t t = 0; t < mt_max(T, P); t++) host.numbers[t] = (int32_t)t;
     for (int64_t t = 0; t < T; t++) host.token_of_row[t] = -1;
-    for (int64_t k = 0; k < v->num_tokens; k++) block->tokens[rows[k]] = -1;
-    for (int64_t i = 0; i < images->num_images && tower; i++) {
-        const mt_image_grid *grid = &images->grids[i];
-        const float *patches = images->patches + first * mt_patch_values(m->options);
-        mt_vision_image_load(m, grid, patches, first, row, v, &host);
-        first += grid->height * grid->width, row += grid->height * grid->width / M;
-    }
-    for (int64_t k = 0; k < v->num_tokens && tower; k++) {
-        int64_t here = host.row_of_token[k] - first_row;
-        bool held = here >= 0 && here < mb->rows;
-        host.row_of_token[k] = held ? (int32_t)here : -1;
-        if (held) host.token_of_row[here] = (int32_t)k;
-    }
-    if (tower) memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
-    if (tower) memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
+    for (int64_t k = 0; k < v->num_tokens; k++)
+        if (rows[k] >= 0) block->tokens[rows[k]] = -1;
+    if (tower) mt_vision_images_load(m, mb, images, owner, rows, &host);
+    free(owner);
+    free(local);
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
 }
 
 /* The same for a decode pass, for which the features of its images are kept. */
-static void mt_vision_decode_load(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
+static void mt_vision_load_decode(mt_model *m, mt_micro_batch *mb, const mt_batch *batch, const mt_batch_block *block) {
     const mt_image_rows *rows = &batch->image_rows;
-    mt_vision_batch *v = &mb->vision;
+    mt_vision_batch *v = mb->modality;
     int64_t T = batch->num_tokens;
     v->num_patches = v->num_tokens = 0, v->has_coordinates = rows->any;
     if (!rows->any) return;
     MT_CHECK(m->plan.max_image_tokens > 0);
-    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
-    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
-    mt_vision_block_at(m, v, &on_device, T, 0, false);
+    mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
+    mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
+    mt_vision_block_at(m, v, &on_device, T, 0, 0, false);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, T, 0, false);
+    mt_vision_block_at(m, &host, &on_host, T, 0, 0, false);
     for (int64_t t = 0; t < T; t++) {
         const int32_t *place = &rows->coordinates[3 * t];
         mt_vision_rotate(m, &host, t, (int64_t[3]){place[0], place[1], place[2]});
@@ -22622,19 +22842,19 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     if (!grid && m->has_embedding) mt_vision_pass_over(m);
     if (!grid || !m->has_embedding) return;
     int64_t P = grid->height * grid->width, tokens, chunk = 0;
-    MT_CHECK(P > 0 && P <= m->plan.max_patches);
-    tokens = P / m->vision->M;
+    MT_CHECK(mt_tower(m) && P > 0 && P <= m->plan.max_patches);
+    tokens = P / mt_tower(m)->M;
     MT_CHECK(row >= 0 && row + tokens <= m->plan.max_image_tokens);
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
-    mt_vision_batch *v = &mb->vision;
-    v->num_patches = P, v->num_tokens = tokens, v->num_images = v->num_windows = 0;
+    mt_vision_batch *v = mb->modality;
+    v->num_patches = P, v->num_tokens = tokens, v->first_own = v->num_images = v->num_windows = 0;
     m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
-    mt_arena on_device = {.base = v->memory, .capacity = m->vision->block_bytes};
-    mt_arena on_host = {.base = m->vision->staged[m->staged], .capacity = m->vision->block_bytes};
-    mt_vision_block_at(m, v, &on_device, tokens, P, true);
+    mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
+    mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
+    mt_vision_block_at(m, v, &on_device, tokens, P, tokens, true);
     mt_vision_batch host = *v;
-    mt_vision_block_at(m, &host, &on_host, tokens, P, true);
+    mt_vision_block_at(m, &host, &on_host, tokens, P, tokens, true);
     int32_t *rows = mt_malloc(tokens * 4);
     for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
     for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
@@ -22646,10 +22866,10 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
     mb->context = NULL;
     mt_pass p = mt_pass_begin(m, mb);
-    mt_vision_forward(m, &p);
-    for (int64_t i = 0; i < m->vision->num_mergers; i++) {
+    mt_vision_compute(m, &p);
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers; i++) {
         mt_row_args gather = {.T = tokens, .width = m->C, .index = v->token_of_row, .from = v->mergers[i].out};
-        gather.to = mt_at(m->vision->features[i], row * m->C, m->dtype);
+        gather.to = mt_at(mt_tower(m)->features[i], row * m->C, m->dtype);
         m->ops->gather_rows(&gather, m->dtype, m->stream);
     }
     v->num_patches = v->num_tokens = 0;
@@ -22657,12 +22877,10 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
 }
 
 /* The image tokens of a batch are those of its images. Without images, the token is text. */
-static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_error *error) {
+static int mt_vision_check_batch(const mt_model *m, const mt_batch *batch, mt_error *error) {
     const mt_image_batch *images = &batch->images;
     int64_t side = m->options->vision.spatial_merge_size, token = m->options->vision.image_token_id, P = 0, image = 0;
     if (images->num_images == 0) return 0;
-    if (!m->vision)
-        return mt_error_set(error, "%lld images, and the model has no vision tower", (long long)images->num_images);
     for (int64_t i = 0; i < images->num_images; i++) {
         const mt_image_grid *grid = &images->grids[i];
         bool fits = grid->height >= side && grid->width >= side && grid->height <= m->plan.max_patches / grid->width;
@@ -22707,13 +22925,13 @@ static int mt_batch_check_images(const mt_model *m, const mt_batch *batch, mt_er
 
 /* Norms of [P, Cv]. */
 static void mt_vision_plan_norm(const mt_model *m, mt_normed *n, int64_t P, mt_arena *arena) {
-    n->y = mt_arena_alloc(arena, P * m->vision->C * mt_dtype_size(m->dtype));
+    n->y = mt_arena_alloc(arena, P * mt_tower(m)->C * mt_dtype_size(m->dtype));
     if (m->options->vision.tower == MT_VISION_QWEN3) n->mean = mt_arena_alloc(arena, P * 4);
     n->rstd = mt_arena_alloc(arena, P * 4);
 }
 
 static void mt_vision_plan_values(const mt_model *m, mt_vision_values *a, mt_arena *arena) {
-    const mt_vision *t = m->vision;
+    const mt_vision *t = mt_tower(m);
     int64_t P = m->plan.max_patches, row = P * t->C * mt_dtype_size(m->dtype);
     int64_t gated = m->options->vision.tower == MT_VISION_QWEN2_5 ? 2 : 1;
     mt_vision_plan_norm(m, &a->norm1, P, arena), mt_vision_plan_norm(m, &a->norm2, P, arena);
@@ -22725,8 +22943,8 @@ static void mt_vision_plan_values(const mt_model *m, mt_vision_values *a, mt_are
 
 /* Inputs of a micro-batch on one chunk, and the saved values of the tower. */
 static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena *arena) {
-    const mt_vision *t = m->vision;
-    mt_vision_batch *v = &mb->vision;
+    const mt_vision *t = mt_tower(m);
+    mt_vision_batch *v = mb->modality;
     int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), tokens = P / t->M;
     v->memory = mt_arena_alloc(arena, P > 0 ? t->block_bytes : 0);
     if (!m->stages[mb->chunk].embedding || P == 0) return;
@@ -22745,28 +22963,36 @@ static void mt_vision_plan_batch(const mt_model *m, mt_micro_batch *mb, mt_arena
 
 /* Of the stream that computes the tower: for patches, and for mergers that have M of them in a row. */
 static int64_t mt_vision_workspace_bytes(const mt_model *m) {
-    const mt_vision *t = m->vision;
+    const mt_vision *t = mt_tower(m);
     int64_t P = m->plan.max_patches;
-    if (!t || !m->has_embedding || P == 0) return 0;
+    if (!m->has_embedding || P == 0) return 0;
     return mt_max(m->ops->workspace_bytes(P, t->C, t->C / t->D, t->D),
                   m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
+static int64_t mt_vision_rows(const mt_model *m) {
+    return m->has_embedding ? m->plan.max_patches : 0;
+}
+
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
-    const mt_vision *t = m->vision;
+    const mt_vision *t = mt_tower(m);
     mt_vision_scratch *s = t->scratch;
     int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), row = P * t->C * size;
     if (!m->has_embedding || P == 0) return;
     mt_vision_plan_values(m, t->shared, arena);
     s->sum = mt_arena_alloc(arena, row);
     for (int64_t i = 0; i < t->num_mergers; i++)
-        m->vision->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
+        mt_tower(m)->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
     if (!m->plan.train) return;
     s->dhidden = mt_arena_alloc(arena, row), s->dnormed = mt_arena_alloc(arena, row);
     s->dattended = mt_arena_alloc(arena, row), s->dqkv = mt_arena_alloc(arena, 3 * row);
     s->dfc1 = mt_arena_alloc(arena, P * mt_max(2 * t->F, t->C) * size);
     s->dactive = mt_arena_alloc(arena, P * mt_max(t->F, t->C) * size);
     s->row_dot = mt_arena_alloc(arena, P * (t->C / t->D) * 4);
+}
+
+int64_t mt_model_patches(const mt_model *m) {
+    return m->modality ? mt_tower(m)->patches : 0;
 }
 
 /* ---- creation */
@@ -22776,23 +23002,33 @@ static void mt_vision_open(mt_model *m) {
     const mt_vision_options *o = &m->options->vision;
     mt_arena block = {0};
     mt_vision_batch any;
-    if (o->tower == MT_VISION_NONE) return;
-    mt_vision *t = m->vision = mt_model_calloc(m, (int64_t)sizeof *t);
+    mt_vision *t = m->modality_state = mt_model_calloc(m, (int64_t)sizeof *t);
     t->num_layers = o->num_layers, t->num_mergers = 1 + mt_num_deepstack(m->options);
     t->C = o->hidden_size, t->D = o->hidden_size / o->num_attention_heads, t->F = o->ffn_hidden_size;
     t->M = mt_patches_of_token(m->options);
     t->shared = mt_model_calloc(m, (int64_t)sizeof *t->shared);
     t->scratch = mt_model_calloc(m, (int64_t)sizeof *t->scratch);
-    if (m->plan.max_patches > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, m->plan.max_patches, true);
+    int64_t P = m->plan.max_patches;
+    if (P > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, P, P / t->M, true);
     t->block_bytes = block.used;
+}
+
+static void mt_vision_start(mt_model *m) {
+    mt_vision *t = mt_tower(m);
+    for (int i = 0; i < 2; i++) t->staged[i] = m->ops->memory_alloc_host(t->block_bytes);
+}
+
+static void mt_vision_stop(mt_model *m) {
+    for (int i = 0; i < 2; i++) m->ops->memory_free_host(mt_tower(m)->staged[i]);
 }
 
 /* The lists of a micro-batch. With full recomputation, and without training, layers share one set of values. */
 static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb) {
-    const mt_vision *t = m->vision;
-    mt_vision_batch *v = &mb->vision;
+    const mt_vision *t = mt_tower(m);
+    mt_vision_batch *v = mb->modality = mt_model_calloc(m, (int64_t)sizeof *v);
     int64_t tokens = m->plan.max_patches / t->M;
     bool keeps = m->plan.train && m->options->recompute_granularity != MT_RECOMPUTE_FULL;
+    v->first_token = mt_model_calloc(m, (m->grid->tensor_context.size + 1) * 8);
     if (!m->stages[mb->chunk].embedding) return;
     v->hidden = mt_model_calloc(m, (t->num_layers + 1) * (int64_t)sizeof *v->hidden);
     v->mergers = mt_model_calloc(m, t->num_mergers * (int64_t)sizeof *v->mergers);
@@ -22863,20 +23099,43 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
          "--vision-deepstack-layers adds to the first %lld layers of the decoder, and the first pipeline stage has "
          "%lld; give it more, or take fewer stages",
          {deepstack, stage_layers}},
-        {o->context_parallel_size > 1,
-         "--context-parallel-size %lld: a model with a vision tower keeps its sequences whole; leave it out, or load "
-         "the decoder by --language-model-only",
-         {o->context_parallel_size}},
+        {.broken = o->dynamic_context_parallel,
+         .message = "--dynamic-context-parallel: the images of a model with a vision tower are divided among all ranks "
+                    "of --context-parallel-size so far; leave it out, or load the decoder by --language-model-only"},
         {o->mtp_num_layers > 0,
          "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
          "decoder by --language-model-only",
          {o->mtp_num_layers}},
-        {.broken = o->fp8_format != MT_FP8_OFF,
-         .message = "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far; leave it out, or "
-                    "load the decoder by --language-model-only"},
         {.broken = o->fp32_residual_connection,
          .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
                     "it out, or load the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
+
+static bool mt_vision_exists(const mt_options *o) {
+    return o->vision.tower != MT_VISION_NONE;
+}
+
+static const mt_modality mt_vision_modality = {.exists = mt_vision_exists,
+                                               .check = mt_vision_check,
+                                               .add_params = mt_vision_add_params,
+                                               .freezes = mt_vision_freezes,
+                                               .owner = mt_vision_owner,
+                                               .open = mt_vision_open,
+                                               .open_batch = mt_vision_open_batch,
+                                               .plan_batch = mt_vision_plan_batch,
+                                               .plan_scratch = mt_vision_plan_scratch,
+                                               .workspace_bytes = mt_vision_workspace_bytes,
+                                               .rows = mt_vision_rows,
+                                               .start = mt_vision_start,
+                                               .stop = mt_vision_stop,
+                                               .check_batch = mt_vision_check_batch,
+                                               .load = mt_vision_load,
+                                               .load_decode = mt_vision_load_decode,
+                                               .forward = mt_vision_forward,
+                                               .backward = mt_vision_backward,
+                                               .adds = mt_vision_adds,
+                                               .add = mt_vision_add,
+                                               .take = mt_vision_take,
+                                               .rotation = mt_vision_rotation};

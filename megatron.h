@@ -3429,7 +3429,7 @@ typedef enum mt_init {
 typedef enum mt_gradient {
     MT_GRADIENT_WHOLE,       // complete
     MT_GRADIENT_ROWS,        // from this rank's rows under sequence parallelism: sum over the tensor group
-    MT_GRADIENT_HEADS,       // from this rank's heads: sum over the tensor group
+    MT_GRADIENT_HEADS,       // from this rank's heads, or images: sum over the tensor group
     MT_GRADIENT_REPLICA,     // of a kv head on several ranks, from this rank's query heads: sum over kv_replicas
     MT_GRADIENT_KEY_REPLICA, // the same of a key head of linear attention or a group of Mamba-2: over key_replicas
 } mt_gradient;
@@ -3453,6 +3453,7 @@ typedef struct mt_param {
     bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
     int64_t hf_cols[4];  // the tensor is [rows, these]: of a convolution over patches; 0: [rows, cols]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
+    bool hf_moved;       // Qwen2.5-VL: transformers' module has another name than its tensor: mt_param_module
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up
     int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
@@ -3558,6 +3559,12 @@ const char *mt_shared_tensor(const mt_options *options, const char *name, bool i
 /* True for MT_LORA_A and MT_LORA_B. */
 bool mt_param_is_adapter(const mt_param *param);
 
+/* The module of a matrix in transformers' model: its name in peft's files. */
+void mt_param_module(char name[160], const mt_param *param);
+
+/* True if an option of its part of the model, such as --freeze-vision, keeps a parameter as it is. */
+bool mt_param_is_frozen(const mt_options *options, const mt_param *param);
+
 /* True if the matrices of a role have adapters. */
 bool mt_role_has_adapters(const mt_options *options, mt_role role);
 
@@ -3656,6 +3663,10 @@ void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens);
 
 /* Gives an allocated batch room for images of up to max_patches patches; mt_batch_free frees them too. */
 void mt_batch_alloc_images(mt_batch *batch, const mt_options *options, int64_t max_patches);
+
+/* Divides images among ranks: from the one with most patches on, each goes to the rank with the fewest patches so far,
+ * the first of such. owner[num_images]: the rank of each. */
+void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_images, int64_t ranks);
 
 /* The numbers of a patch; the most patches that the images of a micro-batch of `tokens` tokens have, for
  * mt_model_plan.max_patches; 0 without a vision tower. */
@@ -3923,6 +3934,9 @@ void mt_model_encode(mt_model *model, int64_t slot, const int32_t *inputs, int64
  * mt_batch.image_rows. Ranks without the embedding do nothing. grid NULL: no image; with optim_grads_params a rank then
  * gathers the tower's weights with the ranks that have one. */
 void mt_model_see(mt_model *model, int64_t row, const mt_image_grid *grid, const float *patches);
+
+/* The patches whose features this rank has computed since the model was created, without recomputation. */
+int64_t mt_model_patches(const mt_model *model);
 
 /* As mt_model_decode, but the device samples a token from each row, with the random number uniforms[num_rows] in
  * [0, 1) and no repetition penalty: logits stay there. Every rank of the model gets sampled[num_rows]. */

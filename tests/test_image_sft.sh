@@ -70,7 +70,10 @@ layouts_train_alike() {
     trains_on 2 --tensor-model-parallel-size 2 --sequence-parallel && equals_the_reference &&
         trains_on 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 && equals_the_reference &&
         trains_on 2 --use-distributed-optimizer --sequence-packing --micro-batch-size 1 && equals_the_reference &&
-        trains_on 4 --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 && equals_the_reference
+        trains_on 4 --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 1 && equals_the_reference &&
+        trains_on 2 --context-parallel-size 2 && equals_the_reference &&
+        trains_on 2 --context-parallel-size 2 --cp-comm-type all_gather --sequence-packing --micro-batch-size 1 &&
+        equals_the_reference
 }
 
 a_stopped_run_goes_on_equally() {
@@ -84,6 +87,64 @@ a_stopped_run_goes_on_equally() {
         2>"$work/err" || return 1
     sed -n 's/.*"lm_loss": \([0-9.]*\).*/\1/p' "$work/more.jsonl" >>"$work/parts"
     [ "$(wc -l <"$work/parts")" -eq 4 ] && diff "$work/whole" "$work/parts" >"$work/err"
+}
+
+# names FOLDER PATTERN: the names of an adapter's tensors.
+names() {
+    grep -a -o "base_model[a-z_.0-9AB]*lora_$2.weight" "$1/adapter_model.safetensors" | sort -u
+}
+
+# Adapters of every linear layer, the tower's and the merger's too: their file names modules as peft does, a stopped run
+# goes on equally, and the merged folder has the loss of the adapter.
+adapters_of_the_tower_are_saved_resumed_and_merged() {
+    # shellcheck disable=SC2086
+    set -- $data --lora-rank 4 --lora-target all-linear --train-iters 4
+    trains "$@" && values lm_loss >"$work/whole" && trains "$@" --save "$work/adapter" --exit-interval 2 || return 1
+    values lm_loss >"$work/parts"
+    cp -r "$work/adapter/iter_0000002" "$work/half"
+    names "$work/half" '[AB]' >"$work/names"
+    names tests/golden/vision/lora/qwen2_5_vl '[AB]' >"$work/expected"
+    [ -s "$work/names" ] && diff "$work/names" "$work/expected" >"$work/err" || return 1
+    for module in attn.proj mlp.0 mlp.2 qkv q_proj; do
+        grep -q "\"$module\"" "$work/half/adapter_config.json" || return 1
+    done
+    refused "has adapters of the vision tower, which are not served" "$infer" --load "$work/model" --serve 0 \
+        --serve-adapter one="$work/half" --device cpu || return 1
+    # shellcheck disable=SC2086
+    "$train" $settings "$@" --load "$work/model" --load-adapter "$work/adapter" --save "$work/adapter" \
+        --metrics "$work/more.jsonl" >"$work/out" 2>"$work/err" || return 1
+    sed -n 's/.*"lm_loss": \([0-9.]*\).*/\1/p' "$work/more.jsonl" >>"$work/parts"
+    [ "$(wc -l <"$work/parts")" -eq 4 ] && diff "$work/whole" "$work/parts" >"$work/err" || return 1
+    "$infer" --load "$work/model" --load-adapter "$work/half" --merge-adapter "$work/merged" --device cpu >"$work/out" \
+        2>"$work/err" || return 1
+    cp "$golden/preprocessor_config.json" "$work/merged"
+    rm -f "$work/metrics.jsonl"
+    # shellcheck disable=SC2086
+    "$train" $settings $data --load "$work/merged" --finetune --train-iters 1 --metrics "$work/metrics.jsonl" \
+        >"$work/out" 2>"$work/err" || return 1
+    { values lm_loss && sed -n '1p;3p' "$work/whole"; } | tr '\n' ' ' >"$work/values"
+    awk '{ d = $1 - $3; if (d < 0) d = -d; exit !(NF == 3 && $2 != $3 && d <= 1e-5 * $3) }' "$work/values"
+}
+
+# all-linear leaves out what is frozen; a name of the tower alone adapts it all the same.
+frozen_parts_have_the_adapters_that_are_named() {
+    while IFS='|' read -r words parts; do
+        rm -rf "$work/some"
+        # shellcheck disable=SC2086
+        trains $data --lora-rank 4 $words --save "$work/some" --train-iters 1 || return 1
+        names "$work/some/iter_0000001" A >"$work/names"
+        for part in language_model visual.blocks visual.merger; do
+            ! grep -q "$part" "$work/names" || printf '%s ' "$part"
+        done >"$work/parts"
+        [ "$(cat "$work/parts")" = "$parts " ] || return 1
+    done <<'EOF'
+--lora-target all-linear|language_model visual.blocks visual.merger
+--lora-target all-linear --freeze-vision|language_model visual.merger
+--lora-target all-linear --freeze-projector|language_model visual.blocks
+--lora-target gate_proj --freeze-vision|language_model
+--lora-target qkv --freeze-vision|visual.blocks
+--lora-target q_proj,mlp.0,mlp.2 --freeze-projector|language_model visual.merger
+EOF
 }
 
 # A line with a good picture, then one whose picture or conversation is bad.
@@ -164,6 +225,7 @@ pixels_are_limited() {
 }
 
 what_is_not_supported_is_refused() {
+    dynamic='--sequence-packing --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 128'
     while IFS='|' read -r ranks words pattern; do
         # shellcheck disable=SC2086
         set -- "$train" $settings $data --load "$work/model" --finetune $words
@@ -174,14 +236,14 @@ what_is_not_supported_is_refused() {
         else
             refused "$pattern" "$@" || return 1
         fi
-    done <<'EOF'
+    done <<EOF
 1|--seq-length 64|lines.jsonl:2: has 97 tokens with those of its 3 pictures, and --seq-length 64 would cut a picture
 1|--chat-template chatml|lines.jsonl:1: has pictures, which only the chat template of a folder writes
 1|--language-model-only|lines.jsonl:1: has "images", which only a model with a vision tower reads
-1|--fp8-format hybrid|--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16 so far
 1|--mtp-num-layers 1|--mtp-num-layers 1: modules of multi-token prediction do not know images
-1|--lora-rank 4 --lora-target qkv|--lora-target qkv: visual.blocks.0.attn.qkv is outside the layers
-2|--context-parallel-size 2|--context-parallel-size 2: a model with a vision tower keeps its sequences whole
+1|--lora-rank 4 --lora-target patch_embed.proj|model.visual.patch_embed.proj is a convolution in transformers
+1|--lora-rank 4 --lora-target qkv --lora-dropout 0.1|--lora-dropout: adapters of a vision tower have no dropout
+2|--context-parallel-size 2 $dynamic|--dynamic-context-parallel: the images of a model with a vision tower are divided
 EOF
 }
 
@@ -189,6 +251,8 @@ reads || exit 0
 check losses_equal_transformers losses_equal_transformers
 check layouts_train_alike layouts_train_alike
 check a_stopped_run_goes_on_equally a_stopped_run_goes_on_equally
+check adapters_of_the_tower_are_saved_resumed_and_merged adapters_of_the_tower_are_saved_resumed_and_merged
+check frozen_parts_have_the_adapters_that_are_named frozen_parts_have_the_adapters_that_are_named
 check bad_pictures_are_errors_of_their_lines bad_pictures_are_errors_of_their_lines
 check bytes_of_parquet_equal_files bytes_of_parquet_equal_files
 check pixels_are_limited pixels_are_limited

@@ -310,9 +310,9 @@ static void impossible_options_are_refused(void **state) {
     static const struct {
         const char *words, *message;
     } cases[] = {
-        {"--context-parallel-size 2", "--context-parallel-size 2: a model with a vision tower keeps its sequences"},
+        {"--context-parallel-size 2 --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64 --sequence-packing --sft",
+         "--dynamic-context-parallel: the images of a model with a vision tower are divided among all ranks"},
         {"--mtp-num-layers 1", "--mtp-num-layers 1: modules of multi-token prediction do not know images"},
-        {"--fp8-format e4m3", "--fp8-format: a model with a vision tower computes in fp32, bf16 or fp16"},
         {"--bf16 --fp32-residual-connection", "--fp32-residual-connection: a model with a vision tower"},
         {"--pipeline-model-parallel-size 4", "adds to the first 2 layers of the decoder, and "
                                              "the first pipeline stage has 1"},

@@ -10,22 +10,37 @@ static mt_grid world;
 #define TP       " --tensor-model-parallel-size 2"
 #define SP       " --sequence-parallel"
 #define PP       " --pipeline-model-parallel-size 2"
+#define CP       " --context-parallel-size 2"
 #define STRATEGY " --data-parallel-sharding-strategy "
 #define OVERLAP  " --overlap-grad-reduce --overlap-param-gather"
 
-static const char *const layouts[] = {
-    TP,
-    " --tensor-model-parallel-size 4" SP,
-    PP,
-    TP PP,
-    PP " --pipeline-schedule zb-h1",
-    TP PP " --num-layers-per-virtual-pipeline-stage 1",
-    TP SP PP " --recompute-granularity full",
-    TP SP " --tp-comm-overlap",
-    TP " --use-distributed-optimizer" OVERLAP,
-    PP STRATEGY "optim_grads",
-    TP STRATEGY "optim_grads_params",
-    TP SP STRATEGY "optim_grads_params --recompute-granularity full" OVERLAP,
+/* Sequences of a micro-batch, each with an image; options. */
+static const struct {
+    int64_t micro_batch_size;
+    const char *words;
+} layouts[] = {
+    {1, TP},
+    {1, " --tensor-model-parallel-size 4" SP},
+    {2, " --tensor-model-parallel-size 4"},
+    {1, PP},
+    {1, TP PP},
+    {2, TP SP PP},
+    {1, PP " --pipeline-schedule zb-h1"},
+    {1, TP PP " --num-layers-per-virtual-pipeline-stage 1"},
+    {1, TP SP PP " --recompute-granularity full"},
+    {1, TP SP " --tp-comm-overlap"},
+    {1, TP " --use-distributed-optimizer" OVERLAP},
+    {1, PP STRATEGY "optim_grads"},
+    {1, TP STRATEGY "optim_grads_params"},
+    {1, TP SP STRATEGY "optim_grads_params --recompute-granularity full" OVERLAP},
+    {1, CP " --cp-comm-type p2p"},
+    {1, CP " --cp-comm-type all_gather" STRATEGY "optim_grads_params" OVERLAP},
+    {1, CP " --cp-comm-type a2a" STRATEGY "optim_grads"},
+    {2, " --context-parallel-size 4"},
+    {2, TP SP CP},
+    {2, TP CP " --cp-comm-type all_gather --use-distributed-optimizer"},
+    {2, CP PP " --recompute-granularity full"},
+    {1, CP PP " --pipeline-schedule zb-h1"},
 };
 
 /* The grid of a layout on all ranks; free it with mt_grid_clear. */
@@ -45,12 +60,104 @@ static void five_steps_equal_pytorch_on_every_layout(void **state) {
     for (int k = 0; k < NUM_MODELS; k++)
         for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
             double losses[STEPS], norms[STEPS];
-            if (strstr(layouts[i], "virtual") && strcmp(models[k].name, "qwen3_vl") == 0) continue; // see deepstack
-            mt_grid grid = grid_of(models[k].name, layouts[i]);
-            train_five_steps(models[k].name, &grid, 1, layouts[i], losses, norms);
-            assert_expected(k, layouts[i], losses, norms);
+            const char *words = layouts[i].words;
+            if (strstr(words, "virtual") && strcmp(models[k].name, "qwen3_vl") == 0) continue; // see deepstack
+            mt_grid grid = grid_of(models[k].name, words);
+            train_five_steps(models[k].name, &grid, layouts[i].micro_batch_size, words, losses, norms);
+            assert_expected(k, words, losses, norms);
             mt_grid_clear(&grid);
         }
+}
+
+/* Sequences with several images each, of unlike sizes: rows and columns of patches; 0 ends a sequence. */
+static const mt_image_grid album[SEQUENCES][4] = {{{2, 2}, {8, 4}, {4, 4}}, {{4, 6}, {2, 8}}};
+enum { ALBUM_TEXT = 3 }; // tokens before each image, and behind the last
+
+static int next_album(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    const fixture *f = context;
+    mt_image_batch *images = &batch->images;
+    int64_t patches = 0;
+    (void)index, (void)error;
+    batch->num_tokens = batch->num_spans = images->num_images = 0;
+    for (int s = 0; s < SEQUENCES; s++) {
+        int64_t first = batch->num_tokens;
+        for (const mt_image_grid *grid = album[s];; grid++) {
+            int64_t tokens = grid->height * grid->width / 4;
+            for (int64_t i = 0; i < ALBUM_TEXT + tokens; i++, batch->num_tokens++) {
+                int64_t t = batch->num_tokens;
+                bool is_text = i < ALBUM_TEXT;
+                batch->tokens[t] =
+                    is_text ? (int32_t)(5 + 3 * t % 40) : (int32_t)f->options.stack.vision.image_token_id;
+                batch->labels[t] = (int32_t)(7 + 5 * t % 40), batch->loss_mask[t] = is_text;
+                batch->positions[t] = (int32_t)(t - first), batch->token_index[t] = s * LENGTH + t - first;
+            }
+            if (tokens == 0) break;
+            for (int64_t i = 0; i < 4 * tokens * PATCH_VALUES; i++) // values of the reference, in another order
+                images->patches[patches * PATCH_VALUES + i] =
+                    f->patches[(patches * PATCH_VALUES + 7 * i) % (PATCHES * PATCH_VALUES)];
+            images->grids[images->num_images++] = *grid, patches += 4 * tokens;
+        }
+        int64_t length = batch->num_tokens - first;
+        batch->spans[batch->num_spans++] = (mt_span){first, length, first, length, true};
+    }
+    return 0;
+}
+
+/* Two steps on the album, as one micro-batch of the only replica: losses, gradient norms, and this rank's patches. */
+static void train_album(const char *name, const mt_grid *grid, const char *words, double numbers[4], int64_t *patches) {
+    fixture f;
+    mt_run_state run = {0};
+    mt_error error;
+    open_model(&f, name, grid, SEQUENCES, words);
+    for (int step = 0; step < 2; step++) {
+        mt_metrics metrics;
+        if (mt_train_step(f.model, &run, 1, next_album, &f, &f.batch, &metrics, &error) != 0)
+            fail_msg("%s%s: %s", name, words, error.text);
+        numbers[2 * step] = metrics.loss, numbers[2 * step + 1] = metrics.grad_norm;
+    }
+    *patches = mt_model_patches(f.model);
+    close_model(&f);
+}
+
+/* Each patch of an album is computed by one of the ranks that share the micro-batch, none by two, and the most of a
+ * rank are at most the mean and the largest image. All of it equals one rank. */
+static void images_are_divided_among_the_ranks_of_a_replica(void **state) {
+    static const char *const words[] = {
+        " --tensor-model-parallel-size 4",
+        " --tensor-model-parallel-size 4" SP,
+        " --context-parallel-size 4",
+        TP CP,
+        TP SP CP " --cp-comm-type all_gather",
+        CP PP " --cp-comm-type a2a --recompute-granularity full",
+        TP SP PP,
+        CP PP " --pipeline-schedule zb-h1",
+    };
+    int64_t total = 0, largest = 0;
+    (void)state;
+    for (int s = 0; s < SEQUENCES; s++)
+        for (const mt_image_grid *grid = album[s]; grid->height > 0; grid++)
+            total += grid->height * grid->width, largest = mt_max(largest, grid->height * grid->width);
+    for (int k = 0; k < NUM_MODELS; k++) {
+        double alone[4], numbers[4];
+        int64_t patches;
+        train_album(models[k].name, &mt_grid_of_one, "", alone, &patches);
+        assert_int_equal(patches, 2 * total); // of two steps
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+            mt_grid grid = grid_of(models[k].name, words[i]);
+            train_album(models[k].name, &grid, words[i], numbers, &patches);
+            for (int n = 0; n < 4; n++) // Adam's first update divides each gradient by its size, and its error too
+                if (!(fabs(numbers[n] - alone[n]) <= (n < 2 ? 1e-5 : models[k].tolerance) * alone[n]))
+                    fail_msg("%s%s, number %d: %.9f, on one rank %.9f", models[k].name, words[i], n, numbers[n],
+                             alone[n]);
+            assert_true(patches / 2 <= total / grid.tensor_context.size + largest);
+            assert_true(patches < 2 * total);
+            float sum = (float)patches;
+            mt_all_reduce_sum(&grid.tensor_context, &sum, 1, MT_F32);
+            if (grid.pipeline.rank == 0) assert_int_equal((int64_t)sum, 2 * total);
+            if (grid.pipeline.rank > 0) assert_int_equal((int64_t)sum, 0);
+            mt_grid_clear(&grid);
+        }
+    }
 }
 
 /* Frozen buckets stand behind those of the decoder, and are gathered alike. */
@@ -75,6 +182,64 @@ static void frozen_towers_train_alike_on_every_layout(void **state) {
     }
 }
 
+/* Adapters of every linear layer: of the decoder, of the tower, and of its mergers. */
+static void adapters_of_the_tower_train_as_those_of_peft(void **state) {
+    static const char *const words[] = {
+        "",
+        TP SP,
+        " --tensor-model-parallel-size 4",
+        CP PP,
+        TP STRATEGY "optim_grads_params" OVERLAP,
+        CP SP TP " --recompute-granularity full",
+    };
+    (void)state;
+    for (int k = 0; k < 2; k++)
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+            double losses[STEPS], norms[STEPS];
+            char line[256];
+            snprintf(line, sizeof line, "%s --load-adapter tests/golden/vision/lora/%s", words[i], models[k].name);
+            mt_grid grid = *words[i] ? grid_of(models[k].name, words[i]) : mt_grid_of_one;
+            train_five_steps(models[k].name, &grid, grid.data.size == 1 ? 2 : 1, line, losses, norms);
+            assert_five_steps("tests/golden/vision/lora", models[k].name, words[i], 1e-5, STEPS, losses, norms);
+            if (*words[i]) mt_grid_clear(&grid);
+        }
+}
+
+/* Products of the decoder's layers in fp8, none of the tower's. The ranks of a pipeline and of a data group compute as
+ * one rank, operation by operation; a sum over ranks has two terms. */
+static void decoders_in_fp8_train_alike(void **state) {
+    static const char *const recipes[] = {" --bf16 --fp8-format hybrid",
+                                          " --bf16 --fp8-format e4m3 --fp8-recipe blockwise"};
+    (void)state;
+    if (backend != &mt_cpu_ops) return; // the bound is for one order of sums
+    for (int k = 0; k < 2; k++)
+        for (size_t i = 0; i < sizeof recipes / sizeof *recipes; i++) {
+            double alone[2][STEPS], losses[STEPS], norms[STEPS];
+            char words[256];
+            fixture f;
+            int64_t count, in_fp8 = 0;
+            train_five_steps(models[k].name, &mt_grid_of_one, 1, recipes[i], alone[0], norms);
+            train_five_steps(models[k].name, &mt_grid_of_one, 1, " --bf16", alone[1], norms);
+            snprintf(words, sizeof words, PP "%s", recipes[i]);
+            mt_grid grid = grid_of(models[k].name, words);
+            train_five_steps(models[k].name, &grid, 1, words, losses, norms);
+            mt_grid_clear(&grid);
+            for (int step = 0; step < STEPS; step++)
+                if (!(fabs(losses[step] - alone[0][step]) <= 1e-5 * alone[0][step]))
+                    fail_msg("%s%s step %d: loss %.9f, on one rank %.9f", models[k].name, words, step + 1, losses[step],
+                             alone[0][step]);
+            assert_true(alone[0][0] != alone[1][0]); // the decoder's products are in fp8
+            open_model(&f, models[k].name, &mt_grid_of_one, 1, recipes[i]);
+            const mt_param *params = mt_model_params(f.model, &count);
+            for (int64_t p = 0; p < count; p++) {
+                assert_false(params[p].vision_part >= 0 && params[p].takes_fp8);
+                in_fp8 += params[p].takes_fp8;
+            }
+            assert_true(in_fp8 > 0);
+            close_model(&f);
+        }
+}
+
 int main(int argc, char **argv) {
     mt_run_options options;
     mt_error error;
@@ -85,6 +250,9 @@ int main(int argc, char **argv) {
     mt_options_free(&options);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(five_steps_equal_pytorch_on_every_layout),
+        cmocka_unit_test(images_are_divided_among_the_ranks_of_a_replica),
+        cmocka_unit_test(decoders_in_fp8_train_alike),
+        cmocka_unit_test(adapters_of_the_tower_train_as_those_of_peft),
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };
     int failures = cmocka_run_group_tests_name("vision on ranks", tests, NULL, NULL);

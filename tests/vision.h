@@ -91,7 +91,7 @@ static void open_folder(fixture *f, const char *name, const char *folder, const 
     open_options(f, folder, micro_batch_size, grid->world.size, words);
     int64_t tokens = mt_rank_tokens(&f->options.stack, micro_batch_size * LENGTH);
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = LENGTH, .train = true};
-    plan.max_patches = mt_max_patches(&f->options.stack, tokens);
+    plan.max_patches = mt_max_patches(&f->options.stack, tokens * f->options.stack.context_parallel_size);
     if (mt_model_create(&f->model, &f->options.stack, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(f->model, &f->options, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     mt_batch_alloc(&f->batch, SEQUENCES * LENGTH + 16);

@@ -24,12 +24,6 @@
 
 /* ---- targets */
 
-/* The module of a matrix: its name without ".weight". */
-static void mt_module_name(char name[160], const mt_param *param) {
-    bool has_end = mt_text_ends_with(param->hf_name, ".weight"); // not gpt-oss's experts
-    snprintf(name, 160, "%.*s", (int)(strlen(param->hf_name) - (has_end ? strlen(".weight") : 0)), param->hf_name);
-}
-
 /* True if the target is a module's name, or its last words: the part after a dot. */
 static bool mt_target_matches(const char *target, const char *module) {
     size_t length = strlen(target), all = strlen(module);
@@ -64,9 +58,10 @@ static void mt_target_excuse(char excuse[300], const char *target, const mt_para
     char module[160];
     *excuse = 0;
     for (int64_t i = 0; i < count && !*excuse; i++) {
-        mt_module_name(module, &rows[i]);
+        mt_param_module(module, &rows[i]);
         if (rows[i].can_adapt || mt_param_is_adapter(&rows[i]) || !mt_target_matches(target, module)) continue;
-        const char *kind = rows[i].layer < 0                    ? "outside the layers, where nothing has an adapter"
+        const char *kind = rows[i].vision_part >= 0             ? "a convolution in transformers, without an adapter"
+                           : rows[i].layer < 0                  ? "outside the layers, where nothing has an adapter"
                            : !rows[i].is_linear                 ? "no matrix of a linear layer"
                            : rows[i].linear == MT_LINEAR_ROUTER ? "a router or a gate, whose product has no adapter"
                            : rows[i].unit == MT_UNIT_EXPERTS    ? "the matrix of all experts of a layer in one tensor"
@@ -82,7 +77,7 @@ static int mt_target_refuse(const mt_run_options *o, const char *target, const m
     int best = 3; // edits
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].can_adapt) continue;
-        mt_module_name(module, &rows[i]);
+        mt_param_module(module, &rows[i]);
         const char *word = mt_module_word(module);
         char listed[200];
         snprintf(listed, sizeof listed, " %s", word);
@@ -147,7 +142,7 @@ static int64_t mt_target_match_pattern(const char *pattern, const mt_param *rows
     int64_t found = 0;
     for (int64_t i = 0; i < count && found >= 0; i++) {
         if (!rows[i].can_adapt) continue;
-        mt_module_name(module, &rows[i]);
+        mt_param_module(module, &rows[i]);
         int matches = mt_pattern_match(pattern, module, error);
         named[i] |= matches > 0;
         found = matches < 0 ? -1 : found + matches;
@@ -171,7 +166,7 @@ static mt_module *mt_modules_sort(const mt_param *rows, int64_t count, int64_t *
     *found = 0;
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].can_adapt) continue;
-        mt_module_name(modules[*found].name, &rows[i]);
+        mt_param_module(modules[*found].name, &rows[i]);
         modules[(*found)++].row = i;
     }
     if (*found > 0) qsort(modules, (size_t)*found, sizeof *modules, mt_module_compare);
@@ -193,7 +188,8 @@ static bool mt_module_mark(const mt_module *modules, int64_t count, const char *
     return found;
 }
 
-/* Marks the matrices that a target names. */
+/* Marks the matrices that a target names. Parts of the model that --freeze-vision or --freeze-projector keeps are left
+ * out, unless the target names matrices of these alone. */
 static int mt_target_add(const mt_run_options *o, const char *target, const mt_param *rows, int64_t count, bool *named,
                          mt_error *error) {
     bool all = strcmp(target, "all-linear") == 0, is_pattern = strncmp(target, MT_TARGET_REGEX, 6) == 0;
@@ -203,11 +199,13 @@ static int mt_target_add(const mt_run_options *o, const char *target, const mt_p
     if (is_pattern) found = mt_target_match_pattern(target + 6, rows, count, named, &why);
     if (found < 0)
         return mt_error_set(error, "%s %.200s: %s", mt_target_source(o, source), mt_target_text(o, target), why.text);
-    for (int64_t i = 0; i < count && !is_pattern; i++) {
-        mt_module_name(module, &rows[i]);
-        if (!rows[i].can_adapt || !(all || mt_target_matches(target, module))) continue;
-        named[i] = true, found++;
-    }
+    for (int frozen = 0; frozen < 2 && !is_pattern && found == 0; frozen++)
+        for (int64_t i = 0; i < count; i++) {
+            mt_param_module(module, &rows[i]);
+            if (!rows[i].can_adapt || !(all || mt_target_matches(target, module))) continue;
+            if (mt_param_is_frozen(&o->stack, &rows[i]) != frozen) continue;
+            named[i] = true, found++;
+        }
     return found > 0 ? 0 : mt_target_refuse(o, target, rows, count, error);
 }
 
@@ -417,7 +415,7 @@ int mt_adapter_file_find(const mt_adapter_file *file, const mt_param *row, mt_ad
     char module[160];
     const json_t *json = file->json;
     *shape = (mt_adapter_shape){.exists = false};
-    mt_module_name(module, row);
+    mt_param_module(module, row);
     if (mt_param_is_adapter(row)) { // "base_model.model.MODULE.lora_A"
         memmove(module, module + strlen("base_model.model."), strlen(module) - strlen("base_model.model.") + 1);
         *strrchr(module, '.') = 0;
@@ -694,7 +692,7 @@ static int mt_targets_take(mt_run_options *o, const mt_param *rows, int64_t coun
     }
     for (int64_t i = 0; i < count && !some; i++) {
         if (named[i] || !rows[i].can_adapt || !mt_role_has_adapters(&o->stack, rows[i].role)) continue;
-        mt_module_name(with, first[rows[i].role]), mt_module_name(without, &rows[i]);
+        mt_param_module(with, first[rows[i].role]), mt_param_module(without, &rows[i]);
         return mt_error_set(error,
                             "%s: names %s but not %s; adapters of some layers or experts only are not supported; name "
                             "all by %s",
@@ -735,7 +733,7 @@ static int mt_targets_read(mt_run_options *o, const mt_param *rows, int64_t coun
 int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
-    bool adapts_experts = false;
+    bool adapts_experts = false, adapts_tower = false;
     memset(o->stack.lora_roles, 0, sizeof o->stack.lora_roles);
     if (o->stack.lora_rank == 0) return 0;
     if (o->stack.head_type != MT_HEAD_LM)
@@ -759,6 +757,7 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     if (status == 0 && of_file) status = mt_targets_read(o, rows, count, named, error);
     if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
+    for (int64_t i = 0; i < count; i++) adapts_tower |= named[i] && rows[i].vision_part >= 0;
     free(rows), free(named);
     if (status == 0 && !o->stack.lora_roles[0] && !o->stack.lora_roles[1])
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
@@ -766,15 +765,22 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
         status =
             mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
                                 "name other matrices by --lora-target");
+    if (status == 0 && o->stack.lora_dropout > 0 && adapts_tower)
+        status = mt_error_set(error, "--lora-dropout: adapters of a vision tower have no dropout so far; leave it out, "
+                                     "or name matrices of the decoder by --lora-target, or give --freeze-vision and "
+                                     "--freeze-projector with all-linear");
     return status;
 }
 
-/* True if the end of a name also names a matrix without an adapter, as c_proj of GPT-2's attention and MLP. */
+/* True if the end of a name also names a matrix without an adapter, as c_proj of GPT-2's attention and MLP, or "0" of a
+ * merger's "mlp.0", which names layers too. */
 static bool mt_target_strays(const mt_options *o, const char *target, const mt_param *rows, int64_t count) {
     char module[160];
+    if (strspn(target, "0123456789") == strlen(target)) return true;
     for (int64_t i = 0; i < count; i++) {
-        if (!rows[i].can_adapt || mt_role_has_adapters(o, rows[i].role)) continue;
-        mt_module_name(module, &rows[i]);
+        bool of_patches = rows[i].vision_part >= 0 && rows[i].is_linear && !mt_param_is_adapter(&rows[i]);
+        if (!(rows[i].can_adapt || of_patches) || mt_role_has_adapters(o, rows[i].role)) continue;
+        mt_param_module(module, &rows[i]);
         if (mt_target_matches(target, module)) return true;
     }
     return false;
@@ -788,7 +794,7 @@ static json_t *mt_peft_modules(const mt_options *o) {
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count; i++) {
         if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role)) continue;
-        mt_module_name(module, &rows[i]);
+        mt_param_module(module, &rows[i]);
         const char *name = mt_module_word(module);
         while (name > module && !mt_json_lists(modules, name) && mt_target_strays(o, name, rows, count))
             for (name -= 2; name > module && name[-1] != '.';) name--; // one word more
@@ -833,7 +839,7 @@ void mt_adapter_print_left_out(const mt_run_options *o, FILE *out) {
     for (int64_t i = 0; i < count; i++) {
         bool is_linear = rows[i].is_linear && rows[i].linear != MT_LINEAR_ROUTER && !mt_param_is_adapter(&rows[i]);
         if (rows[i].can_adapt || !is_linear || rows[i].layer < 0 || rows[i].layer >= o->stack.num_layers) continue;
-        mt_module_name(module, &rows[i]);
+        mt_param_module(module, &rows[i]);
         if (!mt_json_lists(words, mt_module_word(module)))
             json_array_append_new(words, json_string(mt_module_word(module)));
     }
@@ -854,7 +860,7 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     for (int64_t i = 0; i < count && !*module; i++) {
         if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;
         bool of_mlp = strstr(rows[i].hf_name, ".mlp.") || strstr(rows[i].hf_name, ".block_sparse_moe.");
-        if (of_mlp) mt_module_name(module, &rows[i]);
+        if (of_mlp) mt_param_module(module, &rows[i]);
     }
     free(rows);
     if (!*module) return;

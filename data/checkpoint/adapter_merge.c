@@ -33,11 +33,13 @@ void mt_model_merge_adapters(mt_model *m) {
     for (const mt_param *b = params; b < params + num_params; b++) {
         if (b->role != MT_LORA_B) continue;
         const mt_bucket *adapters = &buckets[b->bucket], *base = buckets;
-        while (params[base->first_param].layer != b->layer || mt_param_is_adapter(&params[base->first_param]) ||
-               (params[base->first_param].expert < 0) != (b->expert < 0))
-            base++;
-        const mt_param *a = mt_bucket_find(params, adapters, MT_LORA_A, b);
-        const mt_param *w = mt_bucket_find(params, base, b->adapts, b);
+        const mt_param *a = mt_bucket_find(params, adapters, MT_LORA_A, b), *w = NULL;
+        for (;; base++) {
+            const mt_param *first = &params[base->first_param];
+            bool same = first->layer == b->layer && first->vision_part == b->vision_part;
+            if (!same || mt_param_is_adapter(first) || (first->expert < 0) != (b->expert < 0)) continue;
+            if ((w = mt_bucket_find(params, base, b->adapts, b))) break;
+        }
         MT_CHECK(a && w && adapters->params && base->params && base->num_scales == 0);
         char *b_values = (char *)adapters->params + b->offset * mt_dtype_size(dtype);
         mt_grouped_args product = {.M = b->rows, .N = o->lora_rank, .K = w->cols, .E = 1, .accumulate = true};

@@ -420,6 +420,13 @@ static const struct {
     {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."},
     {1ull << MT_HF_HY_V3, ".mlp.shared_experts.", ".mlp.shared_mlp."}};
 
+/* The same in adapters of Qwen2.5-VL, whose modules have new names since transformers 4.52: peft's file has those of
+ * its day. */
+static const struct {
+    const char *part, *instead;
+} mt_old_modules[] = {{"base_model.model.model.layers.", "base_model.model.model.language_model.layers."},
+                      {"base_model.model.visual.", "base_model.model.model.visual."}};
+
 static void mt_tensors_rename(mt_safetensors *set, const char *part, const char *instead) {
     bool any = false;
     for (int64_t i = 0; i < mt_safetensors_count(set); i++) {
@@ -439,6 +446,10 @@ static void mt_tensors_rename(mt_safetensors *set, const char *part, const char 
 int mt_stem_open(mt_safetensors **set, const char *folder, const char *stem, const mt_run_options *options,
                  mt_error *error) {
     if (mt_safetensors_open_folder(set, folder, stem, error) != 0) return -1;
+    bool moved = options->stack.vision.tower == MT_VISION_QWEN2_5 && strcmp(stem, "model") != 0;
+    for (size_t i = 0; i < sizeof mt_old_modules / sizeof *mt_old_modules && moved; i++)
+        mt_tensors_rename(*set, mt_old_modules[i].part, mt_old_modules[i].instead);
+    if (moved) return 0;
     for (size_t i = 0; i < sizeof mt_other_names / sizeof *mt_other_names && strcmp(stem, "optimizer") != 0; i++)
         if (mt_other_names[i].families >> options->stack.hf_family & 1 &&
             (i > 0 || options->stack.vision.tower == MT_VISION_NONE))

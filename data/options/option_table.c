@@ -327,9 +327,12 @@ const mt_option mt_option_table[] = {
     {"vision-end-token-id", MT_INT, MT_AT(stack.vision.end_token_id), MT_TRAIN, MT_OF_MODEL, NULL, "[0,2147483646]",
      "the token after an image", .needs = "vision-tower qwen2_5|qwen3", .own = true},
     {"freeze-vision", MT_FLAG, MT_AT(stack.vision.freeze), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "do not train the tower, its mergers apart", .needs = "any: vision-tower", .own = true},
+     "do not train the tower, its mergers apart; --lora-target all-linear leaves it out, and names such as qkv of "
+     "matrices of the tower alone give them adapters",
+     .needs = "any: vision-tower", .own = true},
     {"freeze-projector", MT_FLAG, MT_AT(stack.vision.freeze_projector), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "do not train the mergers, which make tokens of patches", .needs = "any: vision-tower", .own = true},
+     "do not train the mergers, which make tokens of patches; adapters as with --freeze-vision",
+     .needs = "any: vision-tower", .own = true},
     {"image-min-pixels", MT_INT, MT_AT(image_min_pixels), MT_BOTH, MT_OF_RUN, "0", "[0,268435456]",
      "fewest pixels of a picture; smaller ones are enlarged (0: as the processor's file says)",
      .needs = "any: vision-tower", .own = true},
@@ -1537,7 +1540,8 @@ const mt_option mt_option_table[] = {
      "scale adapters by this / rank (default: the rank)", .needs = "lora-rank", .own = true},
     {"lora-target", MT_LIST, MT_AT(lora_target), MT_TRAIN, MT_OF_RUN, NULL, "NAME",
      "matrices with adapters, by their names in Hugging Face models (q_proj,v_proj): all-linear for all of attention, "
-     "MLP and experts, without routers; regex:PATTERN for those whose whole names match a pattern of PCRE2",
+     "MLP and experts, without routers, and of a vision tower; regex:PATTERN for those whose whole names match a "
+     "pattern of PCRE2",
      .needs = "lora-rank", .own = true},
     {"lora-dropout", MT_REAL, MT_AT(stack.lora_dropout), MT_TRAIN, MT_OF_RUN, "0", "[0,1)",
      "dropout of the adapters' inputs", .needs = "lora-rank", .own = true},

@@ -364,7 +364,8 @@ static void open_model(mt_run *r) {
         plan.num_taps = r->loss.distillation.num_pairs;
         for (int64_t k = 0; k < plan.num_taps; k++) plan.taps[k] = r->loss.distillation.pairs[k].student;
     }
-    if (r->data) plan.max_patches = mt_data_max_patches(r->data, here);
+    int64_t whole = here * o->stack.context_parallel_size; // tokens of a micro-batch
+    if (r->data) plan.max_patches = mt_data_max_patches(r->data, whole);
     plan.host_memory = mt_host_memory_available("");
     mt_samples prompts = {0};
     if (o->stack.stage == MT_STAGE_RL) {
@@ -390,7 +391,7 @@ static void open_model(mt_run *r) {
     refuse(r, mt_reference_open(&r->reference, r->model, o, r->ops, &r->state, log, &error), &error);
     if (o->stack.stage == MT_STAGE_RL) open_rl(r, &plan, &prompts);
     if (o->save) mt_saver_open(&r->saver, r->model, &r->options, o->save, save_extras, r, o->async_save);
-    mt_batch_alloc(&r->batch, here * o->stack.context_parallel_size);
+    mt_batch_alloc(&r->batch, whole);
     if (encodes) mt_batch_alloc_encoder(&r->batch, most);
     if (plan.max_patches > 0) mt_batch_alloc_images(&r->batch, &o->stack, plan.max_patches);
 }

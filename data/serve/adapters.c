@@ -53,6 +53,13 @@ static int read_own(mt_options *own, const mt_run_options *options, const char *
                                   "others; merge it into its base (--merge-adapter) and serve that, or serve it alone "
                                   "by --load-adapter",
                                   name, folder);
+    for (int64_t i = 0; i < count && status == 0; i++)
+        if (mt_param_is_adapter(&rows[i]) && rows[i].vision_part >= 0)
+            status = mt_error_set(error,
+                                  "--serve-adapter %.100s: %s has adapters of the vision tower, which are not served "
+                                  "beside others; merge it into its base (--merge-adapter) and serve that, or serve it "
+                                  "alone by --load-adapter",
+                                  name, folder);
     free(rows);
     return status;
 }
