@@ -7436,7 +7436,7 @@ typedef struct mt_modality {
     char *(*owner)(const mt_model *m,
                    const mt_param *param); // the struct with its weight, whose first field is its bucket
     /* creation: sizes; lists of a micro-batch; memory; host memory beside the model's */
-    void (*open)(mt_model *m);
+    void (*begin)(mt_model *m);
     void (*open_batch)(mt_model *m, struct mt_micro_batch *mb);
     void (*plan_batch)(const mt_model *m, struct mt_micro_batch *mb, mt_arena *arena); // inputs and saved values
     void (*plan_scratch)(mt_model *m, mt_arena *arena);
@@ -9675,7 +9675,7 @@ typedef struct mt_arrived {
  * NULL instead of a function: the dispatcher adds nothing, or has no such phase. */
 typedef struct mt_dispatcher {
     /* Sets the tokens and the order that are permuted here, and where results lie, in mt_experts. */
-    void (*open)(mt_model *m);
+    void (*begin)(mt_model *m);
     /* Values of a layer's mt_routing, and of the rows at offset `at` of a struct. */
     void (*routing_slots)(const mt_model *m, mt_slots *s);
     void (*row_slots)(mt_slots *s, size_t at, int64_t M);
@@ -10611,7 +10611,7 @@ static const mt_dispatcher mt_dispatcher_alone = {.count = mt_alone_count,
                                                   .combine_weights = mt_alone_combine_weights};
 
 static const mt_dispatcher mt_dispatchers[] = {
-    [MT_DISPATCHER_ALLTOALL] = {.open = mt_alltoall_open,
+    [MT_DISPATCHER_ALLTOALL] = {.begin = mt_alltoall_open,
                                 .routing_slots = mt_alltoall_routing_slots,
                                 .row_slots = mt_alltoall_row_slots,
                                 .plan = mt_alltoall_plan,
@@ -10622,7 +10622,7 @@ static const mt_dispatcher mt_dispatchers[] = {
                                 .exchange_back = mt_alltoall_exchange_back,
                                 .combine = mt_alltoall_combine,
                                 .combine_weights = mt_alltoall_combine_weights},
-    [MT_DISPATCHER_ALLGATHER] = {.open = mt_allgather_open,
+    [MT_DISPATCHER_ALLGATHER] = {.begin = mt_allgather_open,
                                  .plan = mt_allgather_plan,
                                  .gather = mt_allgather_gather,
                                  .count = mt_allgather_count,
@@ -10630,7 +10630,7 @@ static const mt_dispatcher mt_dispatchers[] = {
                                  .exchange_back = mt_allgather_exchange_back,
                                  .combine = mt_allgather_combine,
                                  .combine_weights = mt_allgather_combine_weights},
-    [MT_DISPATCHER_FLEX] = {.open = mt_flex_open,
+    [MT_DISPATCHER_FLEX] = {.begin = mt_flex_open,
                             .plan = mt_flex_plan,
                             .gather = mt_allgather_gather,
                             .count = mt_allgather_count,
@@ -10641,7 +10641,7 @@ static const mt_dispatcher mt_dispatchers[] = {
 };
 
 /* flex without fused permutation is allgather with copies: its results are summed for all ranks at once. */
-static const mt_dispatcher mt_dispatcher_flex_unfused = {.open = mt_flex_open,
+static const mt_dispatcher mt_dispatcher_flex_unfused = {.begin = mt_flex_open,
                                                          .plan = mt_allgather_plan,
                                                          .gather = mt_allgather_gather,
                                                          .count = mt_allgather_count,
@@ -15397,8 +15397,27 @@ typedef struct mt_pending_step {
     mt_event *done;    // its result has arrived; NULL: the backend is synchronous
 } mt_pending_step;
 
+/* The operations of a micro-batch's forward and backward as one graph (--cuda-graph-impl local), which a GPU launches
+ * in less time than one by one. A graph holds the values that the host passes, so it serves the passes whose key is
+ * equal: their spans, the scale of the loss, whether they are a step's last, and the progress of the buckets before.
+ * The first pass of a key runs as it is, so that kernels load and algorithms are chosen; the second is recorded. */
+typedef struct mt_pass_graph {
+    int64_t T, num_spans; // T 0: this entry is free
+    mt_span *spans;
+    float loss_scale;
+    bool last;
+    void *before, *after; // of mt_progress_save; after: of the recorded pass
+    mt_graph *graph;
+} mt_pass_graph;
+
+enum { MT_PASS_GRAPHS = 16 };
+
 /* Training state that lasts over steps. */
 typedef struct mt_trainer {
+    mt_pass_graph graphs[MT_PASS_GRAPHS];
+    mt_pass_graph *recording; // NULL: no pass is being recorded
+    bool launched;            // a graph has done the backward of the pass at hand too
+
     mt_action *actions; // of the schedule, for this rank
     int64_t max_actions;
     mt_bad_steps bad_steps;
@@ -15562,6 +15581,97 @@ static void mt_batch_pad_for_ranks(const mt_model *m, mt_batch *batch) {
     for (; e->num_tokens < end; e->num_tokens++) e->tokens[e->num_tokens] = 0, e->token_index[e->num_tokens] = -1;
 }
 
+/* ---- passes as graphs */
+
+const char *mt_options_without_graphs(const mt_options *o) {
+    bool alone = o->tensor_model_parallel_size * o->pipeline_model_parallel_size * o->context_parallel_size *
+                     o->expert_model_parallel_size * o->data_parallel_size ==
+                 1;
+    if (!alone) return "the host takes part in the messages of several ranks";
+    if (o->num_experts > 0) return "the host waits for the loads of experts";
+    if (o->fp8_format != MT_FP8_OFF) return "the host decides in each step which weights are quantized";
+    if (o->fine_grained_activation_offloading) return "values move to the host on streams of their own";
+    if (o->mtp_num_layers > 0 || o->encoder_num_layers > 0 || o->vision.tower != MT_VISION_NONE)
+        return "its passes are of a plain decoder without multi-token prediction";
+    if (o->lora_rank > 0 || o->main_grads_dtype != MT_OPTIMIZER_FP32 || mt_has_states(o))
+        return "it is for full training in bf16, fp16 or fp32 with attention and gradients in fp32";
+    return NULL;
+}
+
+/* True if the passes of this model may be graphs. */
+static bool mt_passes_graphs(const mt_model *m) {
+    return m->options->cuda_graph_impl == MT_GRAPHS_LOCAL && m->ops->graph_begin && m->grid->world.size == 1 &&
+           m->num_micro_batches == 1 && m->plan.num_taps == 0 && !m->plan.loss->host && !m->plan.loss->distillation &&
+           !mt_options_without_graphs(m->options);
+}
+
+/* The progress of the buckets, which a pass changes on the host. */
+static void *mt_progress_save(const mt_model *m, int64_t *bytes) {
+    const mt_sharding *s = m->sharding;
+    size_t progress = (size_t)m->num_buckets * sizeof *s->progress, gradients = (size_t)m->num_params;
+    *bytes = (int64_t)(progress + gradients + sizeof *s);
+    char *saved = mt_malloc(*bytes);
+    memcpy(saved, s->progress, progress);
+    memcpy(saved + progress, s->has_gradient, gradients);
+    memcpy(saved + progress + gradients, s, sizeof *s);
+    return saved;
+}
+
+static void mt_progress_load(mt_model *m, const void *saved) {
+    mt_sharding *s = m->sharding;
+    size_t progress = (size_t)m->num_buckets * sizeof *s->progress, gradients = (size_t)m->num_params;
+    memcpy(s->progress, saved, progress);
+    memcpy(s->has_gradient, (const char *)saved + progress, gradients);
+    memcpy(s, (const char *)saved + progress + gradients, sizeof *s);
+}
+
+/* The entry of a pass, or NULL. A new one takes a free entry, if there is one. */
+static mt_pass_graph *mt_graph_find(mt_model *m, const mt_pass *p, bool last) {
+    size_t spans = (size_t)p->spans.count * sizeof(mt_span);
+    int64_t bytes;
+    void *now = mt_progress_save(m, &bytes);
+    mt_pass_graph *g = m->trainer->graphs, *end = g + MT_PASS_GRAPHS;
+    for (; g < end && g->T > 0; g++)
+        if (g->T == p->T && g->num_spans == p->spans.count && g->last == last && g->loss_scale == m->loss_scale &&
+            memcmp(g->spans, p->spans.host, spans) == 0 && memcmp(g->before, now, (size_t)bytes) == 0) {
+            free(now);
+            return g;
+        }
+    if (g < end) {
+        *g = (mt_pass_graph){p->T, p->spans.count, mt_malloc((int64_t)spans), m->loss_scale, last, .before = now};
+        memcpy(g->spans, p->spans.host, spans);
+        return NULL;
+    }
+    free(now);
+    return NULL;
+}
+
+/* Launches the graph of a training pass and returns true; or else begins to record it, if its operations have run. */
+static bool mt_graph_forward(mt_model *m, const mt_pass *p, bool last) {
+    mt_pass_graph *g = mt_graph_find(m, p, last);
+    if (!g) return false;
+    m->trainer->launched = g->graph;
+    if (g->graph) {
+        m->ops->graph_launch(g->graph, m->stream);
+        mt_progress_load(m, g->after);
+        return true;
+    }
+    m->trainer->recording = g;
+    m->ops->graph_begin(m->stream, false);
+    return false;
+}
+
+/* Ends a recording, and runs it. */
+static void mt_graph_finish(mt_model *m) {
+    mt_pass_graph *g = m->trainer->recording;
+    int64_t bytes;
+    if (!g) return;
+    m->trainer->recording = NULL;
+    g->graph = m->ops->graph_end(m->stream);
+    g->after = mt_progress_save(m, &bytes);
+    m->ops->graph_launch(g->graph, m->stream);
+}
+
 static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
     mt_micro_batch *mb = mt_micro_batch_find(m, action->chunk, -1);
     mt_error cause;
@@ -15576,9 +15686,11 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     p.message_rows = m->max_rows;
     if (m->host_loss) m->host_loss->micro_batch = action->micro_batch, m->host_loss->scored = &p;
     if (p.training) mb->index = action->micro_batch;
+    m->last_forward = p;
+    bool last = action->micro_batch == from->micro_batches - 1;
+    if (p.training && mt_passes_graphs(m) && mt_graph_forward(m, &p, last)) return 0;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
-    m->last_forward = p;
     return 0;
 }
 
@@ -15593,8 +15705,10 @@ static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *re
     p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m, &p);
-    else
+    else if (!m->trainer->launched)
         mt_stage_backward(m, &p);
+    m->trainer->launched = false;
+    mt_graph_finish(m);
     if (action->kind != MT_ACTION_BACKWARD_INPUT) mb->index = -1;
 }
 
@@ -16686,7 +16800,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->exchange = (mt_tensor_parallel){.ops = m->ops, .group = e->group, .dtype = m->dtype};
     e->exchange.rows = e->exchange.max_rows = m->max_rows;
     e->dispatcher = mt_dispatcher_of(o, e->group);
-    if (e->dispatcher->open) e->dispatcher->open(m);
+    if (e->dispatcher->begin) e->dispatcher->begin(m);
     e->tokens = e->exchange.T = e->num_sources * m->max_rows;
     e->num_destinations = e->order.count * e->order.copies;
     e->num_choices = e->order.capacity > 0 ? e->num_destinations * e->order.capacity : e->tokens * k * e->order.copies;
@@ -17167,8 +17281,13 @@ typedef struct mt_decode_graph {
     mt_graph *graph;
 } mt_decode_graph;
 
-/* The next decode steps capture graphs again. */
-static void mt_decode_graphs_destroy(mt_model *m) {
+/* The next decode steps and passes capture graphs again. */
+static void mt_graphs_destroy(mt_model *m) {
+    for (mt_pass_graph *g = m->trainer ? m->trainer->graphs : NULL; g && g < m->trainer->graphs + MT_PASS_GRAPHS; g++) {
+        if (g->graph) m->ops->graph_destroy(g->graph);
+        free(g->spans), free(g->before), free(g->after);
+        *g = (mt_pass_graph){0};
+    }
     for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++) {
         if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
         m->decode_graphs[i].graph = NULL;
@@ -17227,7 +17346,7 @@ static int mt_parts_move(mt_model *m, unsigned parts, bool rest, mt_error *error
     m->ops->stream_synchronize(m->stream);
     for (int part = 0; part < MT_NUM_PARTS; part++)
         if (released[part]) (rest ? m->ops->memory_free : m->ops->memory_free_host)(released[part]);
-    mt_decode_graphs_destroy(m); // they hold addresses
+    mt_graphs_destroy(m); // they hold addresses
     m->sharding->gathered_bucket = -1;
     m->resting_parts ^= parts;
     mt_parts_bind(m, false);
@@ -17334,7 +17453,7 @@ static int mt_model_partition(mt_model *m, mt_error *error) {
     mt_model_shape(m, o);
     mt_model_stages(m, o);
     m->modality = mt_modality_of(o);
-    if (m->modality) m->modality->open(m);
+    if (m->modality) m->modality->begin(m);
     mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                               grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, o, &partition);
@@ -17433,7 +17552,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 }
 
 static void mt_model_free_device(mt_model *m) {
-    mt_decode_graphs_destroy(m);
+    mt_graphs_destroy(m);
     m->ops->mailbox_close(m->tp.mailbox);
     m->ops->mailbox_close(m->experts->exchange.mailbox);
     if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
@@ -17869,7 +17988,7 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, const int32_t 
         for (int64_t i = 0; i < T && mt_has_encoder(m); i++)
             mt_decode_output(m)->encoder.host_cross[i] =
                 (mt_span){.q_start = i, .q_len = 1, .k_len = m->plan.max_inputs};
-        m->ops->graph_begin(m->stream);
+        m->ops->graph_begin(m->stream, true);
         mt_decode_pass(m, num_rows, true);
         step->graph = m->ops->graph_end(m->stream);
     }
@@ -23122,7 +23241,7 @@ static const mt_modality mt_vision_modality = {.exists = mt_vision_exists,
                                                .add_params = mt_vision_add_params,
                                                .freezes = mt_vision_freezes,
                                                .owner = mt_vision_owner,
-                                               .open = mt_vision_open,
+                                               .begin = mt_vision_open,
                                                .open_batch = mt_vision_open_batch,
                                                .plan_batch = mt_vision_plan_batch,
                                                .plan_scratch = mt_vision_plan_scratch,

@@ -299,6 +299,7 @@ typedef enum mt_device { MT_DEVICE_AUTO, MT_DEVICE_CPU, MT_DEVICE_CUDA } mt_devi
 /* The implementation of attention (--attention-backend). AUTO: the fastest one for the call. FLASH: the fused kernels
  * of cuda/. CUDNN: cuDNN's for a batch of equally long sequences, else FLASH. UNFUSED: the definition. The CPU has one.
  */
+typedef enum { MT_GRAPHS_NONE, MT_GRAPHS_LOCAL } mt_graph_impl;
 typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
 typedef enum mt_cp_comm_type {
     MT_CP_P2P,        // keys and values pass around a ring while attention to the previous ones runs
@@ -823,6 +824,7 @@ typedef struct mt_options {
     int64_t loss_scale_window, hysteresis;
     int64_t memory_limit; // bytes of a rank's device (mt_ops.memory_limit), which mt_model_create sets; 0: all of it
     bool deterministic_mode;
+    mt_graph_impl cuda_graph_impl; // of training steps
     mt_attention_backend attention_backend;
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
@@ -1003,6 +1005,8 @@ bool mt_mixer_is_bitwise(mt_mixer_kind mixer);
 double mt_layer_multiplications(const mt_options *options, int64_t layer);
 /* True if some layer has a state in generation instead of keys and values. */
 bool mt_has_states(const mt_options *options);
+/* Why --cuda-graph-impl local has no effect with finished options: the host takes part in a pass. NULL: it has. */
+const char *mt_options_without_graphs(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
 int64_t mt_num_mtp_modules(const mt_options *options);
 /* Layers with a dense feed-forward. */
@@ -2509,12 +2513,13 @@ typedef struct mt_channel {
  *
  * Between begin and end, operations on the stream are recorded with their arguments rather than run; a launch runs
  * them. Values that change between launches are in memory that the operations read: a span's k_start and k_len too, in
- * the device's list, while the host's list holds an upper bound of k_len. Weights do not change in a graph. Every
- * operation must have run with the same sizes before. */
+ * the device's list, while the host's list holds an upper bound of k_len. Every operation must have run with the same
+ * sizes before. With `decodes` the operations are those of a decode step, whose weights do not change in the graph, and
+ * whose layers may run as one kernel. */
 typedef struct mt_graph mt_graph;
 
 #define MT_GRAPH_OPERATIONS(OP)                                                                                        \
-    OP(graph_begin, void, mt_stream *stream)                                                                           \
+    OP(graph_begin, void, mt_stream *stream, bool decodes)                                                             \
     OP(graph_end, mt_graph *, mt_stream *stream)                                                                       \
     OP(graph_launch, void, const mt_graph *graph, mt_stream *stream)                                                   \
     OP(graph_destroy, void, mt_graph *graph)

@@ -374,8 +374,8 @@ struct mt_graph {
     void *decode; // see mt_decode_end
 };
 
-extern "C" void mt_cuda_graph_begin(mt_stream *stream) {
-    mt_decode_begin(stream);
+extern "C" void mt_cuda_graph_begin(mt_stream *stream, bool decodes) {
+    if (decodes) mt_decode_begin(stream);
     MT_CUDA(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
     stream->capturing = true;
 }

@@ -337,9 +337,9 @@ static const struct {
      "moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-zero-copy "
      "moe-ncclep-static-shape moe-permute-fusion-into-hybridep"},
     {MT_NAME_IDLE,
-     "a training step launches its kernels one by one, with the same numbers; decoding has CUDA graphs in any "
-     "case",
-     "cuda-graph-impl cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
+     "a graph holds the forward and backward of a micro-batch (--cuda-graph-impl local); decoding has CUDA graphs in "
+     "any case",
+     "cuda-graph-modules cuda-graph-retain-backward-graph cuda-graph-scope "
      "cuda-graph-use-single-mempool cuda-graph-warmup-steps decode-only-cuda-graphs enable-cuda-graph "
      "external-cuda-graph inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens "
      "inference-cuda-graph-scope megatron-fsdp-cuda-graph-mode moe-pad-experts-for-cuda-graph-inference "

@@ -117,8 +117,15 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
     bool single = one && o->stack.tensor_model_parallel_size * o->stack.pipeline_model_parallel_size == 1;
     const char *no_watch = "without mpirun, no time limits are watched";
     const char *simulated = "it is for --plan, --explain and --print-launch";
+    bool wants_graphs = o->stack.cuda_graph_impl != MT_GRAPHS_NONE && o->device != MT_DEVICE_CPU;
+    bool timed = o->profile || o->trace || o->log_straggler || o->timing_log_level > 0;
+    bool other_stage = o->stack.stage != MT_STAGE_PT && o->stack.stage != MT_STAGE_SFT;
+    const char *no_graphs = timed         ? "the operations of a step are timed one by one"
+                            : other_stage ? "the host computes the losses of --stage"
+                                          : mt_options_without_graphs(&o->stack);
     const char *own = "samples of --sft have attention and positions of their own in any case";
     const mt_idle_option options[] = {
+        {wants_graphs && no_graphs, "cuda-graph-impl", no_graphs},
         {o->ignores_save_interval, "save-interval", "there is no --save"},
         {o->ignores_train_epochs, "train-epochs", "--train-iters decides, as in transformers"},
         {MT_GIVEN(o, ckpt_format) && o->ckpt_format != MT_CHECKPOINT_TORCH && !o->save, "ckpt-format",
@@ -338,6 +345,7 @@ void mt_options_warn_cpu(const mt_run_options *o, mt_program program, FILE *file
     const mt_idle_option options[] = {
         {o->stack.deterministic_mode, "deterministic-mode", "on the CPU, runs always repeat bit for bit"},
         {o->stack.attention_backend == MT_ATTENTION_FLASH, "attention-backend flash", "the CPU has one attention"},
+        {trains && o->stack.cuda_graph_impl != MT_GRAPHS_NONE, "cuda-graph-impl", "the CPU has no graphs"},
         {trains && o->stack.optimizer_cpu_offload, "optimizer-cpu-offload",
          "on the CPU, the optimizer is in host memory already; only its order of work is simulated"},
         {trains && (o->param_offload || o->optimizer_offload), "param-offload, optimizer-offload",

@@ -375,8 +375,9 @@ static void open_model(mt_run *r) {
     }
     bool checks = o->load && r->grid.world.rank == 0 && !mt_options_falls_back(o); // or a damaged one is passed over
     refuse(r, checks ? mt_checkpoint_check(o, o->load, &error) : 0, &error);
-    const mt_ops *ops =
-        o->profile || o->trace || o->log_straggler || o->timing_log_level > 0 ? mt_profile_open(r->ops) : r->ops;
+    bool timed = o->profile || o->trace || o->log_straggler || o->timing_log_level > 0;
+    const mt_ops *ops = timed ? mt_profile_open(r->ops) : r->ops;
+    if (timed) r->options.stack.cuda_graph_impl = MT_GRAPHS_NONE; // events stand between the operations
     refuse(r, mt_model_create(&r->model, &o->stack, &r->grid, ops, &plan, &error), &error);
     int status = o->save && r->grid.world.rank == 0 ? mt_checkpoint_prepare(r->model, &r->options, o->save, &error) : 0;
     refuse(r, status, &error);

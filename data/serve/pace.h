@@ -35,7 +35,7 @@ typedef struct mt_pace {
     } alone[MT_PACE_SAMPLES]; // the last steps without prompts, as a ring
     int64_t num_alone, since; // of these in all; steps since the last one
     mt_streams streams;       // of the step at hand
-    mt_prefill read;          // by the last step that read beside streams; 0 tokens: none has
+    mt_prefill read;          // by the last step beside streams that says more than the one before; 0 tokens: none has
     double cost;              // seconds that this took, at most
 } mt_pace;
 
