@@ -73,6 +73,7 @@ static int open_folder(void **state) {
         json_decref(line);
     }
     fclose(lines);
+    free(pictures);
     json_decref(root);
     return 0;
 }
