@@ -12,10 +12,12 @@
  * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels in 99 KiB;
  * ssd.cu has a state in the registers of a block, or in shared memory in fp32, and half its columns where a block has
  * less than those 160 KiB, and half its rows too below 99; tensor cores multiply states of one size;
- * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
+ * cuDNN's attention takes whole tiles, and heads wider than 128 in DeepSeek-V3's sizes, and on Hopper GPUs up to 256.
+ */
 enum {
     MT_CUDNN_TOKENS = 128,
     MT_CUDNN_CHANNELS = 128,
+    MT_CUDNN_HOPPER_CHANNELS = 256,
     MT_CUDNN_LATENT_CHANNELS = 192,
     MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
@@ -58,6 +60,9 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->fp8_multiple = MT_CUDA_FP8_MULTIPLE;
     limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
+    limits->cudnn_head_channels = !has_cudnn       ? 0
+                                  : has_fp8_blocks ? MT_CUDNN_HOPPER_CHANNELS // they too are Hopper's alone
+                                                   : MT_CUDNN_CHANNELS;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
     limits->no_fp8 = !has_fp8, limits->no_fp8_blocks = !has_fp8_blocks, limits->no_mxfp8 = true;
     bool half = shared < MT_CUDA_DELTA_SHARED, least = shared < MT_CUDA_DELTA_LEAST_SHARED;
