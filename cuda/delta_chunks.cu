@@ -149,8 +149,8 @@ template <int bytes, int threads = THREADS> __device__ __forceinline__ void stor
         mt_store_word((uint4 *)((char *)to + first + i), *(const uint4 *)(from + first + i));
 }
 
-/* The same between rows of `columns` channels in memory, of which L exist, and a tile of 64 rows. A thread has every
- * STEPth row; these have one offset in their tile's rows, as STEP is a multiple of 8. */
+/* The same between a tile of 64 rows and rows of `columns` channels in memory; only the first L rows exist. A thread
+ * has every STEPth row. STEP is a multiple of 8, so that these rows have the same swizzle. */
 template <int columns, int threads> struct row_walk {
     static constexpr int STEP = threads / (columns / 8), COUNT = TOKENS / STEP;
     static_assert(STEP % 8 == 0, "rows of a thread have the same swizzle");
@@ -944,8 +944,8 @@ __device__ __forceinline__ void multiply_exact(float (&c)[4], const uint32_t (&x
     mt_mma_of<T>(c, x, low[0], low[1]);
 }
 
-/* What the pairs of tokens (t, i) of two blocks give to q_t and k_t (rows), times e^-(G_t - meeting), or to k_i
- * (columns), times e^-(meeting - G_i); a warp has 16 tokens and 32 channels. */
+/* Adds the gradients by pairs of tokens (t, i) of two blocks: of q_t and k_t (rows), times e^-(G_t - meeting), or of
+ * k_i (columns), times e^-(meeting - G_i). A warp has 16 tokens and 32 channels. */
 template <class T, bool of_rows>
 __device__ __forceinline__ void pairs_of_blocks(float (&first)[4][4], float (&second)[4][4], const char *room,
                                                 const float *q_scale, const float *k_scale, int later, int earlier,
@@ -1037,7 +1037,7 @@ __device__ __forceinline__ void to_floats(float *to, const float (&x)[4][4], int
             *(float2 *)(to + (t + e / 2 * 8) * G_ROW + channel + 8 * n) = make_float2(x[n][e], x[n][e + 1]);
 }
 
-/* What pairs of tokens give to g: the sums of the rows and of the columns of x[16, 16], which begins at row m and
+/* Gradients of g by pairs of tokens: the sums of the rows and of the columns of x[16, 16], which begins at row m and
  * column `first`, to sums[0, first / 16] and sums[1, m / 16] of [2, 4, 64]. One warp. */
 __device__ __forceinline__ void sum_pairs(float *sums, const float (&x)[2][4], int m, int first) {
     int lane = (int)threadIdx.x % 32;
