@@ -8126,7 +8126,7 @@ struct mt_model {
     mt_routes *kept;                       // of the rows of the cache; NULL: not kept
     bool scores_squares;                   // see mt_model_score_squares
     struct mt_caches *caches;              // [num_layers]
-    double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
+    double *mixer_loss;                    // [4] a mixer's own loss and its count; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -8630,8 +8630,10 @@ typedef struct mt_block_kind {
     /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
      * the block's input. */
     mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
-    bool may_leave_weight; // see mt_block_gradients
-    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
+    bool may_leave_weight; // see mt_block_gradients: of `reader`, if there is one
+    /* Offset in mt_layer of the linear that alone reads the block's input; NULL, or 0: several do. */
+    size_t (*reader)(const mt_options *o);
+    size_t last; // offset in mt_layer of the linear that a split backward defers: the last one
     /* Multiplications per token of a forward: of its linears, and between them. */
     double (*multiplications)(const mt_options *o, int64_t layer);
     /* Compares options with a backend's limits; NULL: it has none. */
@@ -8653,6 +8655,7 @@ typedef struct mt_block_kind {
     /* True if layers that no list gives another mixer have this one; NULL: never. The last such row is it. */
     bool (*is_common)(const mt_options *o);
     void (*derive)(mt_options *o);                              // sizes that are not given, from others; NULL: none
+    double (*loss_coeff)(const mt_options *o);                  // of the loss that it adds to mixer_loss; NULL: none
     int64_t (*num_selected)(const mt_options *o);               // keys that a query selects; NULL: it sees all
     bool (*shares_indices)(const mt_options *o, int64_t layer); // see mt_layer_kind; NULL: never
     /* Rules between options: the first broken one is the error; NULL: it has none. */
@@ -9310,11 +9313,17 @@ static double mt_attention_multiplications(const mt_options *o, int64_t layer) {
     return linears + mt_core_attention_multiplications(o, (double)kind.window);
 }
 
+/* The gate of the output reads x too. */
+static size_t mt_attention_reader(const mt_options *o) {
+    return o->attention_output_gate ? 0 : offsetof(mt_layer, qkv);
+}
+
 static const mt_block_kind mt_attention_kind = {.name = "attention",
                                                 .slots = mt_attention_slots,
                                                 .forward = mt_attention_forward,
                                                 .backward = mt_attention_backward,
                                                 .may_leave_weight = true,
+                                                .reader = mt_attention_reader,
                                                 .last = offsetof(mt_layer, o),
                                                 .attends = true,
                                                 .is_bitwise = true,
@@ -9625,6 +9634,11 @@ static double mt_mlp_multiplications(const mt_options *o, int64_t layer) {
     return mt_mlp_products(o, o->hidden_size, o->ffn_hidden_size);
 }
 
+static size_t mt_mlp_reader(const mt_options *o) {
+    (void)o;
+    return offsetof(mt_layer, fc1);
+}
+
 static int64_t mt_mlp_width(const mt_options *o) {
     return o->ffn_hidden_size;
 }
@@ -9634,6 +9648,7 @@ static const mt_block_kind mt_mlp_kind = {.name = "MLP",
                                           .forward = mt_mlp_forward,
                                           .replay = mt_mlp_replay,
                                           .backward = mt_mlp_backward,
+                                          .reader = mt_mlp_reader,
                                           .last = offsetof(mt_layer, down),
                                           .multiplications = mt_mlp_multiplications,
                                           .width = mt_mlp_width,
@@ -11016,6 +11031,12 @@ int64_t mt_num_selected_keys(const mt_options *o) {
     return kind->num_selected ? kind->num_selected(o) : 0;
 }
 
+/* The coefficient of the model's mt_model.mixer_loss, which one mixer has. */
+static double mt_mixer_loss_coeff(const mt_options *o) {
+    const mt_block_kind *kind = mt_mixer_kinds[mt_common_mixer(o)];
+    return kind->loss_coeff ? kind->loss_coeff(o) : 0;
+}
+
 void mt_mixers_derive(mt_options *o, bool has_letters) {
     for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
         bool listed = mt_variant_is_listed(o->experimental_attention_variant) &&
@@ -11326,7 +11347,8 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gather;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !m->options->attention_output_gate;
+    const mt_block_kind *mixer = mt_mixer_kinds[w->kind.mixer];
+    bool leaves = mixer->may_leave_weight && mixer->reader(m->options) != 0;
     bool at_once = !mt_has_norm(below->kind.norms, MT_NORM_FEED_FORWARD_OUT) && below->F == 0 &&
                    m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m) &&
                    !mt_residual_is_wide(m);
@@ -15446,7 +15468,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 /* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double indexer_sums[2];               // as in mt_model
+    double mixer_loss[2];                 // as in mt_model
     double losses[MT_NUM_AUX_LOSSES + 1]; // these fields: as in mt_experts
     float *loads, *kept;                  // [num_layers, E]
     int32_t *invalid;                     // [num_layers] of this rank
@@ -15885,7 +15907,7 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
     m->ops->memory_zero(m->numbers->sums, MT_STEP_LOSS_OF_WORLD * 8, m->stream);
-    if (m->indexer_sums) m->ops->memory_zero(m->indexer_sums, 4 * 8, m->stream);
+    if (m->mixer_loss) m->ops->memory_zero(m->mixer_loss, 4 * 8, m->stream);
     m->ops->memory_zero(&m->numbers->report, (int64_t)sizeof m->numbers->report, m->stream);
     if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
@@ -15900,7 +15922,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
             m->ops->all_reduce(&m->numbers->report, MT_LOSS_REPORT_NUMBERS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
-    if (training && m->indexer_sums) m->ops->all_reduce(m->indexer_sums, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    if (training && m->mixer_loss) m->ops->all_reduce(m->mixer_loss, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. `spoils`: this rank's loss
@@ -15931,8 +15953,7 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[entry];
     const mt_experts *e = m->experts;
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    if (m->indexer_sums)
-        m->ops->memory_copy(result->indexer_sums, m->indexer_sums, sizeof result->indexer_sums, m->stream);
+    if (m->mixer_loss) m->ops->memory_copy(result->mixer_loss, m->mixer_loss, sizeof result->mixer_loss, m->stream);
     if (e->losses) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
     if (e->num_layers > 0) {
         m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
@@ -16422,9 +16443,9 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
         mt_step_measure(m, metrics);
-        if (m->indexer_sums)
+        if (m->mixer_loss)
             metrics->indexer_loss =
-                m->options->dsa_indexer_loss_coeff * result->indexer_sums[0] / fmax(result->indexer_sums[1], 1);
+                mt_mixer_loss_coeff(m->options) * result->mixer_loss[0] / fmax(result->mixer_loss[1], 1);
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
     }
     state->iteration++;
@@ -16470,6 +16491,8 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
  * and assigns it. */
 
 /* ==== §15a memory ================================================================================================= */
+/* Each mt_plan_* assigns memory for one purpose from an arena, and adds up its size where the arena only counts, so
+ * that what is allocated is what is used. mt_plan_memory calls them all. */
 
 /* Rows of logits in one copy to the host. */
 enum { MT_STAGED_ROWS = 16 };
@@ -16828,6 +16851,9 @@ int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
 }
 
 /* ==== §15b creation =============================================================================================== */
+/* mt_model_partition fixes sizes, layers, parameters, buckets and micro-batches, without device memory;
+ * mt_model_allocate plans the memory, compares it with the device's, and assigns it; mt_model_start sets its first
+ * values. Where a rank may fail alone, mt_agree makes all fail. In between, a model's parts can rest on the host. */
 
 /* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
@@ -17045,6 +17071,13 @@ static void mt_model_adapters(mt_model *m) {
     }
 }
 
+/* True if a linear of a layer alone reads the result of the norm before the mixer, or before the feed-forward. */
+static bool mt_reads_norm(const mt_model *m, const mt_layer *w, size_t field, mt_norm_place place) {
+    const mt_block_kind *mixer = mt_mixer_kinds[w->kind.mixer];
+    const mt_block_kind *kind = place == MT_NORM_MIXER_IN ? mixer : mt_feed_forward_kinds[w->kind.feed_forward];
+    return mt_has_norm(w->kind.norms, place) && kind->reader && kind->reader(m->options) == field;
+}
+
 /* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type.
  * Then only products read it: no adapter, no gradient of a bias or of a weight in bf16, no exchange of rows between
  * ranks. field: the linear's offset in mt_layer. */
@@ -17055,13 +17088,10 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
-    if (m->tp.overlaps) return false;                                                     // takes the rows in parts
-    bool is_qkv = field == offsetof(mt_layer, qkv) && !m->options->attention_output_gate; // else the gate reads x too
-    bool is_fc1 = field == offsetof(mt_layer, fc1);
-    if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
-    // a norm stores x, and no router reads it too
-    bool is_normed = (is_qkv && mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN)) ||
-                     (is_fc1 && mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN) && w->expert_bucket < 0);
+    if (m->tp.overlaps) return false; // takes the rows in parts
+    if (operand == MT_FP8_DY) return field == offsetof(mt_layer, fc1) && !m->options->mlp_bias;
+    bool is_normed =
+        mt_reads_norm(m, w, field, MT_NORM_MIXER_IN) || mt_reads_norm(m, w, field, MT_NORM_FEED_FORWARD_IN);
     return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
@@ -17091,8 +17121,9 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         mt_layer *w = mt_layer_find(m, number);
         for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
             l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
-        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, qkv)) w->input_norm.reader = l;
-        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, fc1)) w->mlp_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && mt_reads_norm(m, w, l->field, MT_NORM_MIXER_IN)) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && mt_reads_norm(m, w, l->field, MT_NORM_FEED_FORWARD_IN))
+            w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)
@@ -17831,6 +17862,10 @@ int64_t mt_model_bytes(const mt_model *m) {
 }
 
 /* ==== §15c forward, backward, decoding ============================================================================ */
+/* A whole model as other code runs it: a forward, its replay and backward on one rank; numbers of tokens to the host;
+ * and decode passes over sequences whose earlier tokens are in caches. Invariants: results on the host are those of all
+ * tensor- and pipeline-parallel ranks; a decode pass reads one block of inputs at a fixed address, so that a graph of a
+ * step serves all steps with as many sequences. */
 
 /* ---- a whole model's forward, and its backward on one rank */
 
@@ -17991,6 +18026,11 @@ static void mt_draft_keep(mt_model *m, const mt_pass *p) {
                          m->dtype, p->stream);
 }
 
+/* Bytes of a batch on the device that a decode pass reads: those before the labels (mt_batch_block_at). */
+static int64_t mt_decode_bytes(const mt_micro_batch *mb) {
+    return (char *)mb->batch.labels - mb->device_batch;
+}
+
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step's row i is token i. */
 static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_pass p;
@@ -17999,8 +18039,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
         p = mt_pass_begin(m, mb);
         p.decode = true, p.adapter_rows = mb->adapter_rows;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
-        int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
-        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], mt_decode_bytes(mb), m->stream);
         mt_stage_forward(m, &p);
     }
     if (m->plan.num_drafts > 0 && m->has_loss) mt_draft_keep(m, &p);
@@ -18106,7 +18145,7 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     mt_pass p = mt_pass_begin(m, mb), chosen;
     p.decode = true, p.adapter_rows = mb->adapter_rows;
     p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0;
-    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], (char *)mb->batch.labels - mb->device_batch, m->stream);
+    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], mt_decode_bytes(mb), m->stream);
     int64_t layer = mt_mtp_index(m, &p, depth);
     const mt_layer *w = mt_mtp_layer(m, &p, depth);
     mt_activations *a = mt_values_of(m, &p, layer);
@@ -21927,7 +21966,7 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     int64_t keys = p->context ? p->context->N : p->T;
     if (p->context) target = mt_context_sparse(p->context, &target, p->stream);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
-    loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
+    loss.token_index = p->batch->token_index, loss.sums = m->mixer_loss + (counts ? 0 : 2);
     loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
@@ -22026,7 +22065,7 @@ static void mt_sparse_scratch(mt_model *m, mt_arena *arena) {
     }
     if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
     if (!mt_has_indexer_loss(m)) return;
-    m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
+    m->mixer_loss = mt_arena_alloc(arena, 4 * 8);
     int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(N, m->plan.max_position);
     s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
     s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
@@ -22066,6 +22105,10 @@ static void mt_sparse_caches(const mt_model *m, const mt_layer *w, mt_cache_list
 /* All layers have it. */
 static bool mt_sparse_is_common(const mt_options *o) {
     return o->experimental_attention_variant == MT_VARIANT_DSA;
+}
+
+static double mt_sparse_loss_coeff(const mt_options *o) {
+    return o->dsa_indexer_loss_coeff;
 }
 
 static int64_t mt_sparse_num_selected(const mt_options *o) {
@@ -22110,6 +22153,7 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
                                              .is_common = mt_sparse_is_common,
+                                             .loss_coeff = mt_sparse_loss_coeff,
                                              .num_selected = mt_sparse_num_selected,
                                              .shares_indices = mt_sparse_shares_indices,
                                              .check = mt_sparse_check};

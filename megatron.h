@@ -2903,7 +2903,7 @@ typedef struct mt_tensor_parallel {
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
     bool sequence_parallel;
-    bool overlaps; // one rank's rows are computed while those of the next are in transfer: --tp-comm-overlap, flex
+    bool overlaps; // one rank's rows are computed while those of the next are in transfer
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;

@@ -114,7 +114,7 @@ the_optimizer_steps() {
     "$train" $small --vocab-size 64 --mock-data --train-iters 2 --optimizer rmsprop --lr 1e-3 --save "$work/rmsprop" \
         --eval-iters 0 >"$work/out" 2>"$work/err" && grep -rqa '"[^"]*square_avg' "$work/rmsprop" || return 1
     # shellcheck disable=SC2086
-    ! "$train" ${small% --device cpu} --vocab-size 64 --mock-data --train-iters 2 --lr 1e-3 --optimizer rmsprop \
+    ! "$train" ${small% --device cpu} --vocab-size 64 --mock-data --train-iters 2 --lr 1e-3 --bf16 --optimizer rmsprop \
         --plan --gpus 1 --global-batch-size 1 >"$work/out" 2>"$work/err" &&
         says 'optimizer rmsprop runs on the CPU only' "$work/err"
 }
