@@ -272,7 +272,8 @@ scales_of_older_files_resume_bit_for_bit() {
     run $conv --train-iters 6 --save "$work/f" --save-interval 3 --metrics "$work/f.jsonl" || return 1
     scales=$(grep -la mixer_in.scale "$work/f/iter_0000003"/*.safetensors) || return 1
     for linear in mixer_in short_in other_in; do
-        cp -a "$work/f/iter_0000003" "$work/$linear" && sed "s/mixer_in/$linear/g" "$scales" >"$work/$linear/${scales##*/}" &&
+        cp -a "$work/f/iter_0000003" "$work/$linear" &&
+            sed "s/mixer_in/$linear/g" "$scales" >"$work/$linear/${scales##*/}" &&
             sed -i 's/"version": 2/"version": 1/' "$work/$linear/trainer.json" && # without checksums
             rm "$work/$linear/checksums.json" || return 1
         # shellcheck disable=SC2086
