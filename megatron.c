@@ -20261,9 +20261,8 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
-/* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
-
-/* A state of the rule or scan and one of the convolution for each slot. */
+/* In generation the layer's caches are states: one of the rule or scan and one of the convolution for each slot, which
+ * has a sequence. */
 static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
     mt_mixer_widths z = mt_widths_of(m, w->kind.mixer);
     mt_cache_add(list, offsetof(mt_caches, rule_states), MT_CACHE_OF_SLOTS, z.rule_state * 4);
@@ -20273,6 +20272,8 @@ static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list 
 static mt_states mt_states_of(const mt_model *m, float *memory) {
     return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
 }
+
+/* The operands that forward and backward share: of the convolution, the rule and the norm. */
 
 static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
