@@ -433,9 +433,8 @@ int mt_constraints_check(const mt_constraint *constraints, size_t count, mt_erro
     return 0;
 }
 
-/* True if a mixer's, or the model's, queries, keys and values come from latents: in its row. */
-static bool mt_mixer_is_latent(mt_mixer_kind mixer); // these two: §9g
-static bool mt_is_latent(const mt_options *o);
+/* True if a mixer's queries, keys and values come from latents: in its row. */
+static bool mt_mixer_is_latent(mt_mixer_kind mixer); // §9g
 
 /* A limit of 0 is none. */
 static bool mt_exceeds(int64_t value, int64_t limit) {
@@ -535,11 +534,59 @@ int mt_options_check_sizes(const mt_options *o, bool train, mt_error *error) {
     return 0;
 }
 
-static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §9g
+/* The parts that a step updates: a column of MT_OPTIMIZERS. */
+enum { MT_STEPS_ELEMENTS, MT_STEPS_MATRICES };
+
+static const struct {
+    int steps;
+    const char *operation, *name, *states[2];
+} mt_optimizer_rows[] = {
+#define MT_OPTIMIZER_ROW(name, step, unit, option, first, second)                                                      \
+    {MT_STEPS_##unit, #step "_step", option, {first, second}},
+    MT_OPTIMIZERS(MT_OPTIMIZER_ROW)
+#undef MT_OPTIMIZER_ROW
+};
+
+const char *mt_optimizer_name(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].name;
+}
+
+int mt_num_states(mt_optimizer optimizer) {
+    return mt_optimizer_rows[optimizer].states[1] ? MT_NUM_STATES : MT_STATE_EXP_AVG_SQ;
+}
+
+const char *mt_state_name(mt_optimizer optimizer, mt_param_state state) {
+    if (state == MT_STATE_WEIGHTS) return "";
+    return state == MT_STATE_MASTER ? "master" : mt_optimizer_rows[optimizer].states[state - MT_STATE_EXP_AVG];
+}
+
+/* The optimizer of all that is no matrix of a layer. */
+static mt_optimizer mt_element_optimizer(const mt_options *o) {
+    if (mt_optimizer_rows[o->optimizer].steps == MT_STEPS_ELEMENTS) return o->optimizer;
+    return o->muon.scalar_optimizer == MT_MUON_LION ? MT_OPTIMIZER_LION : MT_OPTIMIZER_ADAMW;
+}
+
+/* Steps that a backend with limits->no_plain lacks. */
+static const char *const mt_plain_steps[] = {
+#define MT_PLAIN_STEP(name, ...) #name,
+    MT_PLAIN_STEPS(MT_PLAIN_STEP)
+#undef MT_PLAIN_STEP
+        NULL};
+
+static int mt_optimizer_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const char *operation = mt_optimizer_rows[o->optimizer].operation;
+    for (const char *const *plain = mt_plain_steps; l->no_plain && *plain; plain++)
+        if (strcmp(*plain, operation) == 0)
+            return mt_error_set(error, "--optimizer %s runs on the CPU only so far; take --device cpu",
+                                mt_optimizer_name(o->optimizer));
+    return 0;
+}
+
+static int mt_kinds_check_limits(const mt_options *o, const mt_limits *l, mt_error *error);    // §9g
+static int mt_modality_check_limits(const mt_options *o, const mt_limits *l, mt_error *error); // §8
 
 int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
     int64_t D = o->kv_channels;
-    int64_t of_tower = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1); // channels of a head; or 0
     bool latent = mt_is_latent(o);
     const mt_constraint rules[] = {
         {l->one_attention && o->attention_backend == MT_ATTENTION_CUDNN,
@@ -574,46 +621,12 @@ int mt_options_check_limits(const mt_options *o, const mt_limits *l, mt_error *e
         {l->no_bf16 && o->bf16, "--bf16 needs a GPU of compute capability 8.0 or more; take --fp16"},
         {l->no_bf16 && o->optimizer == MT_OPTIMIZER_MUON && o->muon.fp32_matmul_prec == MT_MUON_MEDIUM,
          "--muon-fp32-matmul-prec medium needs a GPU of compute capability 8.0 or more; take high"},
-        {mt_exceeds(of_tower, l->head_channels),
-         "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
-         "most %lld channels",
-         {of_tower, l->head_channels}},
     };
     if (MT_CHECK_CONSTRAINTS(rules, error) || mt_kinds_check_limits(o, l, error)) return -1;
+    if (mt_modality_check_limits(o, l, error) || mt_optimizer_check_limits(o, l, error)) return -1;
     return o->attention_backend == MT_ATTENTION_CUDNN ? mt_options_check_cudnn(o, l, error) : 0;
 }
 #pragma GCC diagnostic pop
-
-/* The parts that a step updates: a column of MT_OPTIMIZERS. */
-enum { MT_STEPS_ELEMENTS, MT_STEPS_MATRICES };
-
-static const struct {
-    int steps;
-    const char *name, *states[2];
-} mt_optimizer_rows[] = {
-#define MT_OPTIMIZER_ROW(name, step, unit, option, first, second) {MT_STEPS_##unit, option, {first, second}},
-    MT_OPTIMIZERS(MT_OPTIMIZER_ROW)
-#undef MT_OPTIMIZER_ROW
-};
-
-const char *mt_optimizer_name(mt_optimizer optimizer) {
-    return mt_optimizer_rows[optimizer].name;
-}
-
-int mt_num_states(mt_optimizer optimizer) {
-    return mt_optimizer_rows[optimizer].states[1] ? MT_NUM_STATES : MT_STATE_EXP_AVG_SQ;
-}
-
-const char *mt_state_name(mt_optimizer optimizer, mt_param_state state) {
-    if (state == MT_STATE_WEIGHTS) return "";
-    return state == MT_STATE_MASTER ? "master" : mt_optimizer_rows[optimizer].states[state - MT_STATE_EXP_AVG];
-}
-
-/* The optimizer of all that is no matrix of a layer. */
-static mt_optimizer mt_element_optimizer(const mt_options *o) {
-    if (mt_optimizer_rows[o->optimizer].steps == MT_STEPS_ELEMENTS) return o->optimizer;
-    return o->muon.scalar_optimizer == MT_MUON_LION ? MT_OPTIMIZER_LION : MT_OPTIMIZER_ADAMW;
-}
 
 /* ==== §3 kernels ================================================================================================== */
 /* The CPU backend defines the result of each operation; forward and backward stand side by side. Elements are stored as
@@ -4117,17 +4130,12 @@ static void mt_cpu_adamw_amax(const mt_update_args *a, const mt_update *update, 
     if (a->scale[0] >= 0) mt_update_run(a, update, mt_adamw_elements, false);
 }
 
-static void mt_cpu_adamw_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
-    if (a->scale[0] >= 0) mt_update_run(a, update, mt_adamw_elements, true);
-}
-
-static void mt_cpu_sgd_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
-    if (a->scale[0] >= 0) mt_update_run(a, update, mt_sgd_elements, true);
-}
-
-static void mt_cpu_lion_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {
-    if (a->scale[0] >= 0) mt_update_run(a, update, mt_lion_elements, true);
-}
+/* The step of each optimizer of elements, by its rule mt_NAME_elements. */
+#define MT_CPU_STEP(name, step, ...)                                                                                   \
+    static void mt_cpu_##step##_step(const mt_update_args *a, const mt_update *update, mt_stream *stream) {            \
+        if (a->scale[0] >= 0) mt_update_run(a, update, mt_##step##_elements, true);                                    \
+    }
+MT_ELEMENT_OPTIMIZERS(MT_CPU_STEP)
 
 /* Values u of a step on matrices: the momentum, or Nesterov's rule. */
 static inline float mt_muon_value(const mt_update *u, bool nesterov, float momentum, float grad) {
@@ -4375,7 +4383,7 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .context_blocks = options->dynamic_context_parallel,
                            .linear_key_heads = mt_linear_key_heads(options),
                            .pipeline_before_data = options->use_tp_pp_dp_mapping};
-    if (options->num_experts > 0)
+    if (mt_has_experts(options))
         shape.expert = options->expert_model_parallel_size, shape.expert_tensor = options->expert_tensor_parallel_size;
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
@@ -6490,14 +6498,12 @@ typedef struct mt_layer {
     mt_linear indexer_weights;     // C -> its heads
     mt_norm indexer_k_norm;
     mt_linear gate;               // C -> H D: of attention's output
-    mt_linear delta_in;           // C -> q, k, v, z, b, a of a gated delta net; q, k, v, b of Kimi delta attention
+    mt_linear mixer_in;           // C -> what a mixer of §17 or §18 makes of its input in one product
     mt_linear f_a, g_a, f_b, g_b; // Kimi delta attention: C -> D -> decays of each channel, gate of the output
     mt_weight conv;               // [q, k and v, taps]
     mt_weight A_log, dt_bias;     // [value heads]; Kimi delta attention: dt_bias of each channel of a key
     mt_weight delta_norm;         // [channels of a value head]
-    mt_linear short_in;           // C -> B, C, x of a gated short convolution
-    mt_linear mamba_in;           // C -> z, x, B, C, dt of Mamba-2, which has A_log and dt_bias of its heads too
-    mt_weight mamba_conv;         // [x, B and C, taps]
+    mt_weight mamba_conv;         // [x, B and C, taps] of Mamba-2, which has A_log and dt_bias of its heads too
     mt_weight mamba_conv_bias;    // [x, B and C]
     mt_weight mamba_norm;         // [heads, channels]
     mt_weight mamba_d;            // [heads]
@@ -6589,24 +6595,17 @@ bool mt_options_tied(const mt_options *o) {
     return o->head_type == MT_HEAD_LM && !o->untie_embeddings_and_output_weights;
 }
 
-/* The first --dsa-indexer-skip-topk-offset layers of sparse attention have an indexer, and every
- * --dsa-indexer-topk-freq-th from the last of these on, as in Megatron. */
-static bool mt_shares_indices(const mt_options *o, int64_t layer) {
-    int64_t after = layer + 1 - mt_max(o->dsa_indexer_skip_topk_offset, 1);
-    return o->experimental_attention_variant == MT_VARIANT_DSA && layer < o->num_layers && after > 0 &&
-           after % mt_max(o->dsa_indexer_topk_freq, 1) != 0;
-}
-
 /* The mixer of the layers in linear_layers. */
 #define MT_VARIANT_MIXER(name, ...) [MT_VARIANT_##name] = MT_MIXER_##name,
 static const mt_mixer_kind mt_variant_mixers[] = {MT_VARIANT_MIXERS(MT_VARIANT_MIXER)[MT_VARIANT_GDN] =
                                                       MT_MIXER_GATED_DELTA_NET};
 
-/* The mixer of the layers that no list gives another one. */
-static mt_mixer_kind mt_common_mixer(const mt_options *o) {
-    if (o->experimental_attention_variant == MT_VARIANT_DSA) return MT_MIXER_SPARSE_ATTENTION;
-    return o->multi_latent_attention ? MT_MIXER_LATENT_ATTENTION : MT_MIXER_ATTENTION;
+bool mt_variant_is_listed(mt_attention_variant variant) {
+    return mt_variant_mixers[variant] != 0;
 }
+
+static mt_mixer_kind mt_common_mixer(const mt_options *o); // these two: §9g
+static bool mt_mixer_shares_indices(mt_mixer_kind mixer, const mt_options *o, int64_t layer);
 
 /* The half of an encoder-decoder that has the layer. A layer of the decoder is two layers here: the first one has
  * attention, the second one cross attention and the feed-forward. */
@@ -6654,7 +6653,7 @@ mt_layer_kind mt_layer_kind_of(const mt_options *o, int64_t layer) {
     if (!is_module && mt_layer_listed(o->linear_layers, layer))
         kind.mixer = mt_variant_mixers[o->experimental_attention_variant];
     if (mt_layer_listed(o->moe_layers, letter)) kind.feed_forward = MT_FEED_FORWARD_EXPERTS;
-    kind.shares_indices = mt_shares_indices(o, layer);
+    kind.shares_indices = mt_mixer_shares_indices(kind.mixer, o, layer);
     if (o->decoder_num_layers > 0) mt_layer_kind_of_half(&kind, o, layer);
     if (o->hybrid_layers && is_module && o->mtp_hybrid_layers)
         mt_layer_kind_read(&kind, o->mtp_hybrid_layers, (int64_t)strlen(o->mtp_hybrid_layers));
@@ -6679,12 +6678,16 @@ bool mt_has_mixer(const mt_options *o, mt_mixer_kind mixer) {
     return false;
 }
 
-bool mt_has_states(const mt_options *o) {
+mt_mixer_kind mt_first_with_states(const mt_options *o) {
     for (int64_t i = 0; i < o->num_layers; i++) {
         mt_mixer_kind mixer = mt_layer_kind_of(o, i).mixer;
-        if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return true;
+        if (!mt_mixer_attends(mixer) && mixer != MT_MIXER_NONE) return mixer;
     }
-    return false;
+    return MT_MIXER_NONE;
+}
+
+bool mt_has_states(const mt_options *o) {
+    return mt_first_with_states(o) != MT_MIXER_NONE;
 }
 
 int64_t mt_num_mtp_modules(const mt_options *o) {
@@ -6693,12 +6696,22 @@ int64_t mt_num_mtp_modules(const mt_options *o) {
 
 int64_t mt_num_dense_layers(const mt_options *o) {
     int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_kind_of(o, i).feed_forward == MT_FEED_FORWARD_DENSE;
+    for (int64_t i = 0; i < o->num_layers; i++) {
+        mt_feed_forward_kind feed_forward = mt_layer_kind_of(o, i).feed_forward;
+        layers += feed_forward != MT_FEED_FORWARD_NONE && !mt_feed_forward_routes(feed_forward);
+    }
     return layers;
 }
 
 bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return mt_layer_kind_of(o, layer).feed_forward == MT_FEED_FORWARD_EXPERTS;
+    return mt_feed_forward_routes(mt_layer_kind_of(o, layer).feed_forward);
+}
+
+bool mt_has_experts(const mt_options *o) {
+    int64_t layers = o->num_layers + mt_min(o->mtp_num_layers, 1); // modules are alike
+    for (int64_t layer = 0; layer < layers; layer++)
+        if (mt_layer_has_experts(o, layer)) return true;
+    return false;
 }
 
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b) {
@@ -6721,28 +6734,6 @@ int64_t mt_num_expert_layers(const mt_options *o) {
 /* Channels of a row of the experts. */
 static int64_t mt_expert_channels(const mt_options *o) {
     return o->moe_latent_size > 0 ? o->moe_latent_size : o->hidden_size;
-}
-
-/* Patches that become one token. */
-static int64_t mt_patches_of_token(const mt_options *o) {
-    return o->vision.spatial_merge_size * o->vision.spatial_merge_size;
-}
-
-int64_t mt_patch_values(const mt_options *o) {
-    const mt_vision_options *v = &o->vision;
-    if (v->tower == MT_VISION_NONE) return 0;
-    return MT_IMAGE_CHANNELS * v->temporal_patch_size * v->patch_size * v->patch_size;
-}
-
-int64_t mt_max_patches(const mt_options *o, int64_t tokens) {
-    return o->vision.tower == MT_VISION_NONE ? 0 : tokens * mt_patches_of_token(o);
-}
-
-/* Mergers of deepstack: layers whose outputs it takes. */
-static int64_t mt_num_deepstack(const mt_options *o) {
-    int64_t count = 0;
-    for (uint64_t layers = o->vision.deepstack_layers; layers; layers &= layers - 1) count++;
-    return o->vision.tower == MT_VISION_QWEN3 ? count : 0;
 }
 
 /* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
@@ -6786,7 +6777,7 @@ static int64_t mt_num_deepstack(const mt_options *o) {
     X(VISION_F, o->vision.ffn_hidden_size, "--vision-ffn-hidden-size")                                                 \
     X(VISION_PATCH, mt_patch_values(o), "--vision-patch-size and --vision-temporal-patch-size")                        \
     X(VISION_POSITIONS, o->vision.num_positions, "--vision-num-positions")                                             \
-    X(MERGED_C, mt_patches_of_token(o) * o->vision.hidden_size, "--vision-hidden-size and --vision-spatial-merge-size")
+    X(MERGED_C, mt_max_patches(o, 1) * o->vision.hidden_size, "--vision-hidden-size and --vision-spatial-merge-size")
 
 #define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
 #define MT_DIMENSION_SIZE(name, size, option)   size,
@@ -6871,7 +6862,7 @@ static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {
 static uint64_t mt_layer_conditions(const mt_options *o, int64_t layer) {
     mt_layer_kind kind = layer >= 0 ? mt_layer_kind_of(o, layer) : (mt_layer_kind){0};
     mt_mixer_kind mixer = kind.mixer;
-    bool has_experts = kind.feed_forward == MT_FEED_FORWARD_EXPERTS, attends = mt_mixer_attends(mixer);
+    bool has_experts = mt_feed_forward_routes(kind.feed_forward), attends = mt_mixer_attends(mixer);
     bool has_sinks = kind.softmax == MT_SOFTMAX_LEARNABLE && layer >= 0, latent = mt_mixer_is_latent(mixer);
     unsigned placed = mt_placed_norms(o);
     return 0 MT_MIXERS(MT_MIXER_BIT) MT_FEED_FORWARDS(MT_FEED_FORWARD_BIT) MT_CONDITIONS(MT_CONDITION_BIT);
@@ -6923,7 +6914,7 @@ typedef enum mt_param_kind {
     MT_COLUMN_KV_BIAS,
     MT_COLUMN_KEYS_BIAS,
     MT_ROW_BIAS,
-    MT_NORM,
+    MT_NORM, // w or 1 + w, by --layernorm-zero-centered-gamma, as the next ones
     MT_NORM_BIAS,
     MT_HEAD_NORM,    // one weight for all heads
     MT_HEAD_LOGITS,  // a number of each query head
@@ -7062,24 +7053,24 @@ static const mt_role_row mt_role_rows[] = {
     MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, MT_HAS(MIXER_CROSS_ATTENTION), 0,
             "cross_attn.o_proj.weight", [MT_NAMES_T5] = "EncDecAttention.o.weight"),
     /* gated delta net */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
             "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_qkv.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_FUSED(DELTA_Z, LAYER, COLUMN, VALUES, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_z.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_qkvz.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_b.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
-    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
+    MT_FUSED(DELTA_A, LAYER, COLUMN, VALUE_HEADS, C, mixer_in.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0,
              "linear_attn.in_proj_a.weight", [MT_NAMES_QWEN3_NEXT] = "linear_attn.in_proj_ba.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_GATED_DELTA_NET), 0, "linear_attn.out_proj.weight"),
     /* Kimi delta attention */
-    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.q_proj.weight"),
-    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.k_proj.weight"),
-    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.v_proj.weight"),
-    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, delta_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.b_proj.weight"),
+    MT_ROLE(DELTA_Q, LAYER, COLUMN_KEYS, KEYS, C, mixer_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.q_proj.weight"),
+    MT_FUSED(DELTA_K, LAYER, COLUMN_KEYS, KEYS, C, mixer_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.k_proj.weight"),
+    MT_FUSED(DELTA_V, LAYER, COLUMN, VALUES, C, mixer_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.v_proj.weight"),
+    MT_FUSED(DELTA_B, LAYER, COLUMN, VALUE_HEADS, C, mixer_in.weight, MT_HAS(MIXER_KDA), 0, "self_attn.b_proj.weight"),
     MT_ROLE(KDA_F_A, LAYER, REPLICATED, VALUE_CHANNELS, C, f_a.weight, MT_HAS(MIXER_KDA), 0,
             "self_attn.f_a_proj.weight"),
     MT_ROLE(KDA_F_B, LAYER, COLUMN, KEYS, VALUE_CHANNELS, f_b.weight, MT_HAS(MIXER_KDA), 0,
@@ -7090,20 +7081,20 @@ static const mt_role_row mt_role_rows[] = {
             "self_attn.g_b_proj.weight"),
     MT_ROLE(O, LAYER, ROW, C, VALUES, o.weight, MT_HAS(MIXER_KDA), 0, "self_attn.o_proj.weight"),
     /* gated short convolution */
-    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
-    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, short_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_ROLE(SHORT_B, LAYER, COLUMN, C, C, mixer_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_C, LAYER, COLUMN, C, C, mixer_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
+    MT_FUSED(SHORT_X, LAYER, COLUMN, C, C, mixer_in.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.in_proj.weight"),
     MT_ROLE(O, LAYER, ROW, C, C, o.weight, MT_HAS(MIXER_SHORT_CONV), 0, "conv.out_proj.weight"),
     /* Mamba-2 */
-    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
+    MT_ROLE(MAMBA_Z, LAYER, COLUMN, MAMBA_INNER, C, mixer_in.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
+    MT_FUSED(MAMBA_X, LAYER, COLUMN, MAMBA_INNER, C, mixer_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
+    MT_FUSED(MAMBA_B, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mixer_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
+    MT_FUSED(MAMBA_C, LAYER, COLUMN_KEYS, MAMBA_STATES, C, mixer_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
-    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mamba_in.weight, MT_HAS(MIXER_MAMBA2), 0,
+    MT_FUSED(MAMBA_DT, LAYER, COLUMN, MAMBA_HEADS, C, mixer_in.weight, MT_HAS(MIXER_MAMBA2), 0,
              "mamba.in_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.in_proj.weight"),
     MT_ROLE(O, LAYER, ROW, C, MAMBA_INNER, o.weight, MT_HAS(MIXER_MAMBA2), 0,
             "mamba.out_proj.weight", [MT_NAMES_NEMOTRON_H] = "mixer.out_proj.weight"),
@@ -7430,11 +7421,17 @@ struct mt_micro_batch;
 typedef struct mt_modality {
     bool (*exists)(const mt_options *o);
     int (*check)(const mt_options *o, mt_error *error); // its rules, and those between its options and others
+    int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error); // of a backend
+    int64_t (*side)(const mt_options *o); // patches of a side of the square that becomes one token
     /* parameters, in buckets of their own on the stage with the embedding */
     void (*add_params)(struct mt_param_table *table, bool frozen); // the frozen ones or the others, in forward order
+    int64_t (*num_parts)(const mt_options *o);                     // buckets, at most
     bool (*freezes)(const mt_options *o, mt_unit unit);
-    char *(*owner)(const mt_model *m,
-                   const mt_param *param); // the struct with its weight, whose first field is its bucket
+    /* how files hold a parameter, its own or the decoder's, whose name is set; NULL, or the tensor of a tied head */
+    void (*place_param)(const mt_options *o, mt_param *param);
+    const char *(*tied_tensor)(const mt_options *o);
+    /* the struct with its weight, whose first field is its bucket */
+    char *(*owner)(const mt_model *m, const mt_param *param);
     /* creation: sizes; lists of a micro-batch; memory; host memory beside the model's */
     void (*begin)(mt_model *m);
     void (*open_batch)(mt_model *m, struct mt_micro_batch *mb);
@@ -7471,6 +7468,11 @@ static const mt_modality *mt_modality_of(const mt_options *o) {
     return NULL;
 }
 
+static int mt_modality_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    const mt_modality *modality = mt_modality_of(o);
+    return modality ? modality->check_limits(o, l, error) : 0;
+}
+
 /* The table as it grows, and the inputs of every new row. */
 typedef struct mt_param_table {
     mt_param *rows;
@@ -7487,12 +7489,14 @@ static const char *mt_role_row_name(const mt_role_row *row, int names) {
 }
 
 const char *mt_shared_tensor(const mt_options *options, const char *name, bool is_copy) {
+    const mt_modality *modality = mt_modality_of(options);
+    const char *tied = modality ? modality->tied_tensor(options) : NULL;
     int names = mt_hf_families[options->hf_family].names;
     for (const mt_role_row *row = mt_role_rows; row < mt_role_rows + MT_NUM_ROLE_ROWS; row++) {
         const char *copy = row->names[MT_NAMES_REPEATED];
         if (!copy || strcmp(name, is_copy ? copy : mt_role_row_name(row, names)) != 0) continue;
         bool exists = (row->when & ~mt_layer_conditions(options, -1)) == 0;
-        if (!exists && options->vision.tower == MT_VISION_QWEN3) return "model.language_model.embed_tokens.weight";
+        if (!exists && tied) return tied;
         return mt_role_row_name(exists ? row : mt_role_rows, names);
     }
     return NULL;
@@ -7552,12 +7556,6 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     bool of_deepstack = row->unit == MT_UNIT_DEEPSTACK; // whose mergers are numbered from 1 here
     if (number && param->vision_part >= 0)
         snprintf(expert, sizeof expert, "%lld", (long long)(param->vision_part - of_deepstack));
-    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
-    const char *of_model = *layer ? layer : name;
-    if (beside && strncmp(of_model, "model.", 6) == 0) {
-        snprintf(param->hf_name, sizeof param->hf_name, "model.language_model.%s%s", of_model + 6, *layer ? name : "");
-        return;
-    }
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
@@ -7676,12 +7674,10 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->hf_groups = mt_hf_groups(o, row->role),
     param->hf_has_channel = row->kind == MT_TAPS || row->kind == MT_KEY_TAPS;
     param->hf_is_column = row->role == MT_A_LOG && row->when & MT_HAS(MIXER_KDA);
-    if (row->role == MT_VISION_PATCH) {
-        int64_t sizes[] = {MT_IMAGE_CHANNELS, o->vision.temporal_patch_size, o->vision.patch_size,
-                           o->vision.patch_size};
-        memcpy(param->hf_cols, sizes, sizeof sizes);
+    if (param->init == MT_INIT_GAIN) {
+        param->w_offset = o->layernorm_zero_centered_gamma ? 1 : 0;
+        param->init = param->w_offset > 0 ? MT_INIT_ZEROS : MT_INIT_ONES;
     }
-    if (param->init == MT_INIT_GAIN) param->init = o->layernorm_zero_centered_gamma ? MT_INIT_ZEROS : MT_INIT_ONES;
     param->init_std =
         o->init_method_std / (param->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)mt_layers_of_half(o, layer)) : 1);
     if (param->init == MT_INIT_TAPS) param->init_std = 1 / sqrt(3 * (double)param->cols);
@@ -7696,6 +7692,8 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->joins = mt_param_joins(o, param);
     param->field = row->field, param->field_name = row->field_name;
     mt_param_set_name(table, row, param);
+    const mt_modality *modality = mt_modality_of(o);
+    if (modality) modality->place_param(o, param);
     param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
     param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
@@ -7706,7 +7704,6 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->takes_fp8 = of_layer && !continues && !(row->role >= MT_KDA_F_A && row->role <= MT_KDA_G_B);
     bool of_tower = param->is_linear && param->vision_part >= 0 && row->role != MT_VISION_PATCH; // a convolution there
     param->can_adapt = (of_layer || of_tower) && !stacked && param->hf_groups == 1; // an adapter's file names modules
-    param->hf_moved = o->vision.tower == MT_VISION_QWEN2_5;
     if (stacked)
         mt_param_stack(table, row, param);
     else
@@ -7906,8 +7903,9 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
     for (int64_t i = 0; i < at->num_stages; i++) layers += mt_stage_own_layers(options, &at->stages[i]);
-    int64_t tower = options->vision.num_layers + MT_MAX_VISION_LAYERS;
-    int64_t rows = (layers + tower + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
+    const mt_modality *modality = mt_modality_of(options);
+    int64_t parts = modality ? modality->num_parts(options) : 0;
+    int64_t rows = (layers + parts + 2) * MT_NUM_ROLES + layers * 6 * options->num_experts / at->ep;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < at->num_stages; i++) {
@@ -7916,7 +7914,6 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     }
     mt_params_add_relative(&table, true, false);
     mt_params_add_relative(&table, false, false);
-    const mt_modality *modality = mt_modality_of(options);
     if (modality && has_embedding) modality->add_params(&table, true); // trained buckets come first
     for (int64_t i = 0; modality && i < table.count; i++)
         table.rows[i].trained &= !modality->freezes(options, table.rows[i].unit);
@@ -8129,7 +8126,7 @@ struct mt_model {
     mt_routes *kept;                       // of the rows of the cache; NULL: not kept
     bool scores_squares;                   // see mt_model_score_squares
     struct mt_caches *caches;              // [num_layers]
-    double *indexer_sums;                  // [4] loss of indexers and its queries; two numbers that are discarded
+    double *mixer_loss;                    // [4] a mixer's own loss and its count; two numbers that are discarded
     struct mt_step_numbers *numbers;       // on the device
     struct mt_trainer *trainer;
     float (*state_amax)[3]; // [2, num_params] amax and new_amax of mt_update_args; NULL: no state has a scale
@@ -8275,15 +8272,14 @@ typedef struct mt_activations {
     void *attended;                         // [T, H Dv]
     float *lse;                             // [T, H]
     void *gate, *gated;                     // [T, H Dv] the output gate, and attended times its sigmoid
-    void *delta_in;                         // [T, q, k, v, z, b, a] of a gated delta net
+    void *mixer_in;                         // [T, the outputs of mt_layer.mixer_in]
     void *kda_f_a, *kda_g_a;                // [R, channels] of Kimi delta attention: narrow products,
     void *kda_f, *kda_g;                    // and decays [T, heads, channels] and gates of the output likewise
     void *conv;                             // [T, q, k, v] after the short convolution
     void *delta_out;                        // [T, value heads, channels] of the delta rule
     float *delta_rstd;                      // [T, value heads] of its norm
-    void *short_in, *short_x;               // [T, B, C, x] of a gated short convolution, and its input B x
-    void *mamba_in;                         // [T, z, x, B, C, dt] of Mamba-2; conv: its x, B, C
-    void *mamba_out;                        // [T, heads, channels] of the scan
+    void *short_x;                          // [T, C] of a gated short convolution: its input B x
+    void *mamba_out;                        // [T, heads, channels] of Mamba-2's scan; conv: its x, B, C
     float *mamba_rstd;                      // [T, groups] of its norm
     void *attention_out;                    // [R, C] before the norm after it
     mt_normed attention_out_norm;           // its y is not kept, as that of mlp_out_norm
@@ -8521,8 +8517,7 @@ static const mt_slot *mt_slot_of(const mt_layer *w, size_t field) {
 /* The slot in which a split backward keeps dy of a linear. */
 static const mt_slot *mt_stash_slot(const mt_layer *w, const mt_linear *linear) {
     const mt_slot *slot = w->slots->slots, *end = slot + w->slots->count;
-    size_t offset = (size_t)((const char *)linear - (const char *)w);
-    while (slot < end && slot->stash_of != offset) slot++;
+    while (slot < end && slot->stash_of != linear->field) slot++;
     MT_CHECK(slot < end);
     return slot;
 }
@@ -8635,14 +8630,18 @@ typedef struct mt_block_kind {
     /* Returns the product whose weight's gradient the caller defers: its stash is in use until the caller is done with
      * the block's input. */
     mt_deferred (*backward)(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const mt_block_gradients *d);
-    bool may_leave_weight; // see mt_block_gradients
-    size_t last;           // offset in mt_layer of the linear that a split backward defers: the last one
+    bool may_leave_weight; // see mt_block_gradients: of `reader`, if there is one
+    /* Offset in mt_layer of the linear that alone reads the block's input; NULL, or 0: several do. */
+    size_t (*reader)(const mt_options *o);
+    size_t last; // offset in mt_layer of the linear that a split backward defers: the last one
     /* Multiplications per token of a forward: of its linears, and between them. */
     double (*multiplications)(const mt_options *o, int64_t layer);
     /* Compares options with a backend's limits; NULL: it has none. */
     int (*check_limits)(const mt_options *o, const mt_limits *l, mt_error *error);
     /* feed-forwards only */
-    unsigned input; // the module of --offload-modules that has its input; 0: none
+    bool routes;                           // tokens go to experts, which the groups of experts share
+    int64_t (*width)(const mt_options *o); // F of the MLP that every token goes through, in the whole model; NULL: 0
+    unsigned input;                        // the module of --offload-modules that has its input; 0: none
     /* mixers only */
     bool attends;    // to keys and values; false: it has states, or nothing of earlier tokens
     bool latent;     // queries, keys and values come from latents, and channels of their own have RoPE
@@ -8653,6 +8652,12 @@ typedef struct mt_block_kind {
     /* Adds the caches of earlier tokens in generation; NULL: none. */
     void (*caches)(const mt_model *m, const mt_layer *w, mt_cache_list *list);
     void (*scratch)(mt_model *m, mt_arena *arena); // allocates what no other kind uses; NULL: nothing
+    /* True if layers that no list gives another mixer have this one; NULL: never. The last such row is it. */
+    bool (*is_common)(const mt_options *o);
+    void (*derive)(mt_options *o);                              // sizes that are not given, from others; NULL: none
+    double (*loss_coeff)(const mt_options *o);                  // of the loss that it adds to mixer_loss; NULL: none
+    int64_t (*num_selected)(const mt_options *o);               // keys that a query selects; NULL: it sees all
+    bool (*shares_indices)(const mt_options *o, int64_t layer); // see mt_layer_kind; NULL: never
     /* Rules between options: the first broken one is the error; NULL: it has none. */
     int (*check)(const mt_options *o, mt_error *error);
 } mt_block_kind;
@@ -8740,15 +8745,10 @@ static void mt_norm_slots(mt_slots *s, const mt_model *m, const char *name, size
     mt_norm_statistics_slots(s, m, name, field);
 }
 
-/* The number added to the weights of all norms of the model. */
-static float mt_norm_offset(const mt_options *o) {
-    return o->layernorm_zero_centered_gamma ? 1 : 0;
-}
-
 static mt_norm_args mt_norm_operands(const mt_model *m, const mt_pass *p, const mt_norm *w, const mt_normed *n) {
     mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .w = w->weight.w, .b = w->bias.w, .y = n->y};
     a.mean = n->mean, a.rstd = n->rstd, a.dw = w->weight.dw, a.db = w->bias.dw;
-    a.w_offset = mt_norm_offset(m->options);
+    a.w_offset = w->weight.w_offset;
     a.quantize = mt_fp8_args(p->training, w->reader, MT_FP8_X, n->y, p->rows, NULL);
     a.x_stride = a.y_stride = a.dx_stride = a.dy_stride = m->C, a.eps = (float)m->options->norm_epsilon;
     return a;
@@ -9099,7 +9099,7 @@ static mt_rotation mt_layer_rotation(const mt_model *m, const mt_pass *p, const 
 /* Operands of q/k norm and RoPE that forward and backward share. */
 static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_qk_args qk = {.T = p->T, .H = m->H, .G = w->G, .D = m->D, .rotation = mt_layer_rotation(m, p, w, 0)};
-    qk.w_offset = mt_norm_offset(m->options);
+    qk.w_offset = w->q_norm.w_offset; // and of k's, a role of the same kind
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = mt_qkv_width(m, w);
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw, qk.eps = (float)m->options->norm_epsilon;
@@ -9143,7 +9143,7 @@ static mt_norm_args mt_all_heads_norm(const mt_model *m, const mt_pass *p, const
     const mt_weight *weight = k ? &w->k_norm : &w->q_norm;
     int64_t skip = k ? m->H * m->D : 0;
     mt_norm_args n = {.T = p->T, .H = 1, .C = (k ? w->G : m->H) * m->D, .w = weight->w, .dw = weight->dw};
-    n.eps = (float)m->options->norm_epsilon, n.w_offset = mt_norm_offset(m->options);
+    n.eps = (float)m->options->norm_epsilon, n.w_offset = weight->w_offset;
     n.x = mt_at(a->qkv, skip, m->dtype), n.y = mt_at(a->qk, skip, m->dtype), n.rstd = k ? a->k_rstd : a->q_rstd;
     n.x_stride = n.dx_stride = mt_qkv_width(m, w), n.y_stride = n.dy_stride = (m->H + w->G) * m->D;
     return n;
@@ -9313,11 +9313,17 @@ static double mt_attention_multiplications(const mt_options *o, int64_t layer) {
     return linears + mt_core_attention_multiplications(o, (double)kind.window);
 }
 
+/* The gate of the output reads x too. */
+static size_t mt_attention_reader(const mt_options *o) {
+    return o->attention_output_gate ? 0 : offsetof(mt_layer, qkv);
+}
+
 static const mt_block_kind mt_attention_kind = {.name = "attention",
                                                 .slots = mt_attention_slots,
                                                 .forward = mt_attention_forward,
                                                 .backward = mt_attention_backward,
                                                 .may_leave_weight = true,
+                                                .reader = mt_attention_reader,
                                                 .last = offsetof(mt_layer, o),
                                                 .attends = true,
                                                 .is_bitwise = true,
@@ -9341,7 +9347,7 @@ static mt_norm_args mt_latent_norm(const mt_model *m, const mt_pass *p, const mt
     mt_norm_args n = {.T = p->rows, .H = 1, .C = rank, .w = weight->w, .dw = weight->dw, .eps = (float)epsilon};
     n.x = mt_at(a->latent, column, m->dtype);
     n.y = kv ? a->kv_latent : a->q_latent, n.rstd = kv ? a->kv_latent_rstd : a->q_latent_rstd;
-    n.w_offset = mt_norm_offset(m->options);
+    n.w_offset = weight->w_offset;
     n.y_stride = n.dy_stride = rank;
     n.x_stride = n.dx_stride = mt_latent_width(m->options);
     return n;
@@ -9501,6 +9507,10 @@ static double mt_latent_multiplications(const mt_options *o, int64_t layer) {
     return mt_latent_linear_multiplications(o) + mt_core_attention_multiplications(o, window);
 }
 
+static bool mt_latent_is_common(const mt_options *o) {
+    return o->multi_latent_attention;
+}
+
 static const mt_block_kind mt_latent_kind = {.name = "latent attention",
                                              .slots = mt_latent_slots,
                                              .forward = mt_latent_attention_forward,
@@ -9513,7 +9523,8 @@ static const mt_block_kind mt_latent_kind = {.name = "latent attention",
                                              .widths = mt_latent_widths,
                                              .caches = mt_attention_caches,
                                              .scratch = mt_latent_scratch,
-                                             .multiplications = mt_latent_multiplications};
+                                             .multiplications = mt_latent_multiplications,
+                                             .is_common = mt_latent_is_common};
 
 /* ==== §9e MLP ===================================================================================================== */
 
@@ -9613,6 +9624,36 @@ static mt_deferred mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, m
     return halves == MT_BACKWARD_INPUT ? (mt_deferred){&w->down, a->mlp_active, d->dout} : (mt_deferred){0};
 }
 
+/* Of a gated or a plain MLP of width F, per token. */
+static double mt_mlp_products(const mt_options *o, int64_t C, int64_t F) {
+    return (mt_options_gated(o) ? 3 : 2) * (double)C * (double)F;
+}
+
+static double mt_mlp_multiplications(const mt_options *o, int64_t layer) {
+    (void)layer;
+    return mt_mlp_products(o, o->hidden_size, o->ffn_hidden_size);
+}
+
+static size_t mt_mlp_reader(const mt_options *o) {
+    (void)o;
+    return offsetof(mt_layer, fc1);
+}
+
+static int64_t mt_mlp_width(const mt_options *o) {
+    return o->ffn_hidden_size;
+}
+
+static const mt_block_kind mt_mlp_kind = {.name = "MLP",
+                                          .slots = mt_mlp_slots,
+                                          .forward = mt_mlp_forward,
+                                          .replay = mt_mlp_replay,
+                                          .backward = mt_mlp_backward,
+                                          .reader = mt_mlp_reader,
+                                          .last = offsetof(mt_layer, down),
+                                          .multiplications = mt_mlp_multiplications,
+                                          .width = mt_mlp_width,
+                                          .input = MT_OFFLOAD_MLP};
+
 /* ==== §9f mixture of experts ====================================================================================== */
 /* A router sends every token to k of E small MLPs (Fedus et al., "Switch transformers"; Lepikhin et al., "GShard").
  * Each rank holds some experts. One row is one token for one chosen expert. A dispatcher (mt_dispatcher) is the way of
@@ -9676,6 +9717,8 @@ typedef struct mt_arrived {
 typedef struct mt_dispatcher {
     /* Sets the tokens and the order that are permuted here, and where results lie, in mt_experts. */
     void (*begin)(mt_model *m);
+    /* Tokens of each source in the arrays of choices. */
+    int64_t (*source_rows)(const mt_model *m, const mt_pass *p);
     /* Values of a layer's mt_routing, and of the rows at offset `at` of a struct. */
     void (*routing_slots)(const mt_model *m, mt_slots *s);
     void (*row_slots)(mt_slots *s, size_t at, int64_t M);
@@ -9709,6 +9752,7 @@ typedef struct mt_experts {
     int64_t C;                   // channels of a row: the model's, or L of latent experts
     int64_t num_local, F;        // experts of this rank, and this rank's share of their width
     int64_t num_sources;         // ranks whose tokens are permuted here: this one, or all of `group`
+    int64_t own_source;          // number of this rank among them
     int64_t tokens;              // N of the largest micro-batch
     int64_t num_choices;         // P of the largest micro-batch
     int64_t num_destinations;    // pairs of an expert and an expert-tensor rank
@@ -10060,16 +10104,10 @@ static void mt_drop_over_capacity(mt_model *m, const mt_pass *p, const mt_layer 
     if (p->training && !p->replay) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
-/* Tokens of each source. Ranks may have micro-batches of different lengths; an all-gather takes as many tokens of each
- * as the longest has. */
-static int64_t mt_dispatched_rows(const mt_model *m, const mt_pass *p) {
-    return m->experts->num_sources > 1 ? m->max_rows : p->rows;
-}
-
 /* Offset of this rank's tokens in arrays [N, k]. */
 static int64_t mt_own_offset(const mt_model *m, const mt_pass *p) {
     const mt_experts *e = m->experts;
-    return e->num_sources > 1 ? e->group->rank * mt_dispatched_rows(m, p) * e->router.topk : 0;
+    return e->own_source * e->dispatcher->source_rows(m, p) * e->router.topk;
 }
 
 /* Chooses experts for logits[R, E] with Sinkhorn's iteration, which balances the loads of the whole micro-batch. */
@@ -10260,10 +10298,15 @@ static void mt_permute_weights(const mt_model *m, const mt_pass *p, float *to, c
     m->ops->gather_rows(&(mt_row_args){count, 1, index, .from = from, .to = to}, MT_F32, p->stream);
 }
 
+static int64_t mt_own_rows(const mt_model *m, const mt_pass *p) {
+    (void)m;
+    return p->rows;
+}
+
 /* The order of the rows that the choices of N tokens make. num_rows includes choices of nothing. */
 static void mt_order_choices(mt_model *m, const mt_pass *p, mt_routing *r, const mt_dispatch *order) {
     const mt_experts *e = m->experts;
-    int64_t N = mt_dispatched_rows(m, p) * e->num_sources;
+    int64_t N = e->dispatcher->source_rows(m, p) * e->num_sources;
     int64_t P = order->capacity > 0 ? e->num_destinations * order->capacity : N * order->topk * order->copies;
     m->ops->dispatch_plan(&(mt_dispatch_args){N, P, order, .experts = r->kept, .offsets = r->offsets,
                                               .position = r->position, .row_choice = r->choice, .row_token = r->token},
@@ -10498,12 +10541,18 @@ static void mt_plan_exchange(mt_tensor_parallel *tp, int64_t widest, mt_arena *a
 static void mt_allgather_open(mt_model *m) {
     mt_experts *e = m->experts;
     int64_t choices = m->max_rows * e->router.topk;
-    e->num_sources = e->group->size;
+    e->num_sources = e->group->size, e->own_source = e->group->rank;
     e->order.first = m->grid->expert.rank * e->num_local, e->order.count = e->num_local;
     e->order.copies = 1, e->order.capacity = 0;
     e->exchange.sequence_parallel = true;
     e->no_choices = mt_model_calloc(m, choices * 4);
     for (int64_t i = 0; i < choices; i++) e->no_choices[i] = -1;
+}
+
+/* Ranks may have micro-batches of different lengths; an all-gather takes as many tokens of each as the longest has. */
+static int64_t mt_allgather_source_rows(const mt_model *m, const mt_pass *p) {
+    (void)p;
+    return m->max_rows;
 }
 
 static void mt_flex_plan(mt_model *m, mt_arena *arena) {
@@ -10529,7 +10578,7 @@ static void mt_allgather_gather(mt_model *m, const mt_pass *p, const void *x) {
 /* Choices of all ranks; rows after a rank's tokens choose nothing. The host learns how many chose an expert here. */
 static void mt_allgather_count(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = m->experts;
-    int64_t own = mt_own_offset(m, p), R = mt_dispatched_rows(m, p), k = e->order.topk;
+    int64_t own = mt_own_offset(m, p), R = e->dispatcher->source_rows(m, p), k = e->order.topk;
     if (R > p->rows) m->ops->memory_copy(r->kept + own + p->rows * k, e->no_choices, (R - p->rows) * k * 4, p->stream);
     m->ops->all_gather(r->kept, r->kept + own, R * k, MT_I32, e->group, p->stream);
     m->ops->all_gather(r->probs, r->probs + own, R * k, MT_F32, e->group, p->stream);
@@ -10566,7 +10615,7 @@ static void mt_allgather_combine(mt_model *m, const mt_pass *p, const mt_routing
 static void mt_allgather_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r, float *dprobs,
                                          float *dweights) {
     const mt_experts *e = m->experts;
-    int64_t choices = mt_dispatched_rows(m, p) * e->order.topk;
+    int64_t choices = e->dispatcher->source_rows(m, p) * e->order.topk;
     m->ops->combine_rows(
         &(mt_combine_args){e->group->size * choices, 1, 1, .in = dweights, .position = r->position, .out = dprobs},
         MT_F32, p->stream);
@@ -10605,13 +10654,15 @@ static void mt_flex_combine(mt_model *m, const mt_pass *p, const mt_routing *r, 
 
 /* ---- the rows */
 
-static const mt_dispatcher mt_dispatcher_alone = {.count = mt_alone_count,
+static const mt_dispatcher mt_dispatcher_alone = {.source_rows = mt_own_rows,
+                                                  .count = mt_alone_count,
                                                   .arrive = mt_alone_arrive,
                                                   .combine = mt_alone_combine,
                                                   .combine_weights = mt_alone_combine_weights};
 
 static const mt_dispatcher mt_dispatchers[] = {
     [MT_DISPATCHER_ALLTOALL] = {.begin = mt_alltoall_open,
+                                .source_rows = mt_own_rows,
                                 .routing_slots = mt_alltoall_routing_slots,
                                 .row_slots = mt_alltoall_row_slots,
                                 .plan = mt_alltoall_plan,
@@ -10623,6 +10674,7 @@ static const mt_dispatcher mt_dispatchers[] = {
                                 .combine = mt_alltoall_combine,
                                 .combine_weights = mt_alltoall_combine_weights},
     [MT_DISPATCHER_ALLGATHER] = {.begin = mt_allgather_open,
+                                 .source_rows = mt_allgather_source_rows,
                                  .plan = mt_allgather_plan,
                                  .gather = mt_allgather_gather,
                                  .count = mt_allgather_count,
@@ -10631,6 +10683,7 @@ static const mt_dispatcher mt_dispatchers[] = {
                                  .combine = mt_allgather_combine,
                                  .combine_weights = mt_allgather_combine_weights},
     [MT_DISPATCHER_FLEX] = {.begin = mt_flex_open,
+                            .source_rows = mt_allgather_source_rows,
                             .plan = mt_flex_plan,
                             .gather = mt_allgather_gather,
                             .count = mt_allgather_count,
@@ -10642,6 +10695,7 @@ static const mt_dispatcher mt_dispatchers[] = {
 
 /* flex without fused permutation is allgather with copies: its results are summed for all ranks at once. */
 static const mt_dispatcher mt_dispatcher_flex_unfused = {.begin = mt_flex_open,
+                                                         .source_rows = mt_allgather_source_rows,
                                                          .plan = mt_allgather_plan,
                                                          .gather = mt_allgather_gather,
                                                          .count = mt_allgather_count,
@@ -10849,50 +10903,17 @@ static mt_deferred mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *
     return (mt_deferred){0};
 }
 
-/* ==== §9g layer =================================================================================================== */
-/* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
- * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
- * the layer has or not (mt_layer_kind.norms, from --norm-placement). To add a kind: a section with its functions and
- * its row, and its place in a table here. To add a placement of norms: its row of MT_NORM_PLACEMENTS. */
-
-/* A layer without such a block. */
-static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
-    (void)m, (void)s, (void)w;
-}
-
-static double mt_no_multiplications(const mt_options *o, int64_t layer) {
-    (void)o, (void)layer;
-    return 0;
-}
-
-static const mt_block_kind mt_no_kind = {
-    .name = "none", .slots = mt_no_slots, .is_bitwise = true, .multiplications = mt_no_multiplications};
-
-/* Of a gated or a plain MLP of width F, per token. */
-static double mt_mlp_products(const mt_options *o, int64_t C, int64_t F) {
-    return (mt_options_gated(o) ? 3 : 2) * (double)C * (double)F;
-}
-
-static double mt_mlp_multiplications(const mt_options *o, int64_t layer) {
-    (void)layer;
-    return mt_mlp_products(o, o->hidden_size, o->ffn_hidden_size);
-}
-
-static const mt_block_kind mt_mlp_kind = {.name = "MLP",
-                                          .slots = mt_mlp_slots,
-                                          .forward = mt_mlp_forward,
-                                          .replay = mt_mlp_replay,
-                                          .backward = mt_mlp_backward,
-                                          .last = offsetof(mt_layer, down),
-                                          .multiplications = mt_mlp_multiplications,
-                                          .input = MT_OFFLOAD_MLP};
-
 /* Of the experts that a token visits, the projections to their channels and back, and the shared expert. */
 static double mt_experts_multiplications(const mt_options *o, int64_t layer) {
     double projections = 2 * (double)o->hidden_size * (double)o->moe_latent_size;
     (void)layer;
     return mt_mlp_products(o, mt_expert_channels(o), o->moe_router_topk * o->moe_ffn_hidden_size) + projections +
            mt_mlp_products(o, o->hidden_size, o->moe_shared_expert_intermediate_size);
+}
+
+/* Of the shared expert. */
+static int64_t mt_experts_width(const mt_options *o) {
+    return o->moe_shared_expert_intermediate_size;
 }
 
 static int mt_experts_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
@@ -10925,7 +10946,28 @@ static const mt_block_kind mt_experts_kind = {.name = "experts",
                                               .backward = mt_experts_backward,
                                               .last = offsetof(mt_layer, down),
                                               .multiplications = mt_experts_multiplications,
+                                              .routes = true,
+                                              .width = mt_experts_width,
                                               .check_limits = mt_experts_check_limits};
+
+/* ==== §9g layer =================================================================================================== */
+/* A layer is two blocks on the residual stream, a mixer and a feed-forward, or one of them, each a row of a table of
+ * kinds. A block adds to its input x: x + dropout(after(kind(before(x)))), where `before` and `after` are norms that
+ * the layer has or not (mt_layer_kind.norms, from --norm-placement). To add a kind: a section with its functions and
+ * its row, and its place in a table here. To add a placement of norms: its row of MT_NORM_PLACEMENTS. */
+
+/* A layer without such a block. */
+static void mt_no_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
+    (void)m, (void)s, (void)w;
+}
+
+static double mt_no_multiplications(const mt_options *o, int64_t layer) {
+    (void)o, (void)layer;
+    return 0;
+}
+
+static const mt_block_kind mt_no_kind = {
+    .name = "none", .slots = mt_no_slots, .is_bitwise = true, .multiplications = mt_no_multiplications};
 
 /* The rows of all sections. Those of §17 to §20 follow. */
 #define MT_KIND_DECLARED(name, row, ...) static const mt_block_kind mt_##row##_kind;
@@ -10941,6 +10983,15 @@ const char *mt_mixer_name(mt_mixer_kind mixer) {
 
 const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward) {
     return mt_feed_forward_kinds[feed_forward]->name;
+}
+
+bool mt_feed_forward_routes(mt_feed_forward_kind feed_forward) {
+    return mt_feed_forward_kinds[feed_forward]->routes;
+}
+
+static int64_t mt_feed_forward_width(const mt_options *o, mt_feed_forward_kind feed_forward) {
+    const mt_block_kind *kind = mt_feed_forward_kinds[feed_forward];
+    return kind->width ? kind->width(o) : 0;
 }
 
 bool mt_mixer_is_bitwise(mt_mixer_kind mixer) {
@@ -10960,8 +11011,39 @@ static bool mt_mixer_is_latent(mt_mixer_kind mixer) {
     return mt_mixer_kinds[mixer]->latent;
 }
 
-static bool mt_is_latent(const mt_options *o) {
+static bool mt_mixer_shares_indices(mt_mixer_kind mixer, const mt_options *o, int64_t layer) {
+    return mt_mixer_kinds[mixer]->shares_indices && mt_mixer_kinds[mixer]->shares_indices(o, layer);
+}
+
+/* The mixer of the layers that no list gives another one. */
+static mt_mixer_kind mt_common_mixer(const mt_options *o) {
+    int mixer = MT_NUM_MIXERS - 1;
+    while (mixer > 0 && !(mt_mixer_kinds[mixer]->is_common && mt_mixer_kinds[mixer]->is_common(o))) mixer--;
+    return (mt_mixer_kind)mixer;
+}
+
+bool mt_is_latent(const mt_options *o) {
     return mt_mixer_is_latent(mt_common_mixer(o));
+}
+
+int64_t mt_num_selected_keys(const mt_options *o) {
+    const mt_block_kind *kind = mt_mixer_kinds[mt_common_mixer(o)];
+    return kind->num_selected ? kind->num_selected(o) : 0;
+}
+
+/* The coefficient of the model's mt_model.mixer_loss, which one mixer has. */
+static double mt_mixer_loss_coeff(const mt_options *o) {
+    const mt_block_kind *kind = mt_mixer_kinds[mt_common_mixer(o)];
+    return kind->loss_coeff ? kind->loss_coeff(o) : 0;
+}
+
+void mt_mixers_derive(mt_options *o, bool has_letters) {
+    for (int mixer = 0; mixer < MT_NUM_MIXERS; mixer++) {
+        bool listed = mt_variant_is_listed(o->experimental_attention_variant) &&
+                      (int)mt_variant_mixers[o->experimental_attention_variant] == mixer;
+        if (mt_mixer_kinds[mixer]->derive && (listed || (has_letters && mt_mixer_letters[mixer])))
+            mt_mixer_kinds[mixer]->derive(o);
+    }
 }
 
 bool mt_mixer_attends(mt_mixer_kind mixer) {
@@ -11265,7 +11347,8 @@ static void mt_layer_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
 static bool mt_gathers_ahead(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_layer *below) {
     bool gathers = below->expert_bucket >= 0 && m->experts->dispatcher->gather;
     bool replays = m->recompute_modules || below->recomputed, whole = p->halves == MT_BACKWARD_BOTH && !m->fp8;
-    bool leaves = mt_mixer_kinds[w->kind.mixer]->may_leave_weight && !m->options->attention_output_gate;
+    const mt_block_kind *mixer = mt_mixer_kinds[w->kind.mixer];
+    bool leaves = mixer->may_leave_weight && mixer->reader(m->options) != 0;
     bool at_once = !mt_has_norm(below->kind.norms, MT_NORM_FEED_FORWARD_OUT) && below->F == 0 &&
                    m->options->hidden_dropout == 0 && m->grid->tensor.size == 1 && !mt_has_latent_experts(m) &&
                    !mt_residual_is_wide(m);
@@ -12133,8 +12216,16 @@ typedef struct mt_loss_report {
 enum { MT_LOSS_REPORT_NUMBERS = sizeof(mt_loss_report) / sizeof(double) };
 
 /* The numbers of a training step, on the device; one copy brings them to the host. */
+enum {
+    MT_STEP_LOSS,
+    MT_STEP_TOKENS,          // unmasked
+    MT_STEP_SQUARES,         // of gradients; replicated elements are counted on the first of their ranks
+    MT_STEP_LOSS_OF_WORLD,   // the loss summed over all ranks, for the check
+    MT_STEP_REPLICA_SQUARES, // of the elements that are not counted: not finite where a replica is not
+    MT_NUM_STEP_SUMS
+};
 typedef struct mt_step_numbers {
-    double sums[5]; // loss, unmasked tokens, squared norm, the loss once more, squares of replicas' gradients
+    double sums[MT_NUM_STEP_SUMS];
     double guard[MT_GUARD_NUMBERS];
     double replayed[2];                // sums of a replay, discarded
     double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
@@ -13000,12 +13091,6 @@ void mt_batch_alloc_encoder(mt_batch *batch, int64_t max_tokens) {
         encoder->spans = mt_arena_alloc(&arena, max_tokens * (int64_t)sizeof(mt_span));
         if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
     }
-}
-
-void mt_batch_alloc_images(mt_batch *batch, const mt_options *o, int64_t max_patches) {
-    int64_t most = max_patches / mt_patches_of_token(o); // images of one token each
-    batch->images = (mt_image_batch){.grids = mt_calloc(most * (int64_t)sizeof *batch->images.grids)};
-    batch->images.patches = mt_calloc(max_patches * mt_patch_values(o) * 4);
 }
 
 void mt_batch_free(mt_batch *batch) {
@@ -13877,7 +13962,7 @@ static void mt_bucket_bind(mt_model *m, int64_t bucket) {
         if (!weight) continue;
         weight->w = b->params && !param->in_fp8 ? (char *)b->params + param->place : NULL;
         weight->dw = mt_at(b->grads, param->offset, MT_F32);
-        weight->has_gradient = &m->sharding->has_gradient[i];
+        weight->has_gradient = &m->sharding->has_gradient[i], weight->w_offset = param->w_offset;
         const mt_linear *l = b->num_fp8_amaxes > 0 ? mt_param_fp8_linear(m, param) : NULL;
         if (l) l->fp8->w.data = mt_at(b->fp8_params, param->offset, MT_U8);
         if (param->in_fp8) mt_base_bind(m, b, param);
@@ -14751,6 +14836,10 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
 }
 
 /* ==== §13 optimizer =============================================================================================== */
+/* The schedules of learning rate and weight decay, the gradients' norm and their check, and the step. An optimizer is a
+ * row of MT_OPTIMIZERS. One of elements steps whatever elements the shards of this rank hold; one of matrices needs
+ * whole matrices, at which shards then begin and end. Invariants: arithmetic is fp32 on the master weights; whether a
+ * step is made is decided on the device, by the sign of grad_scale, alike on all ranks; the host does not wait. */
 
 /* A decay's factor of lr - min_lr: 1 at ratio 0. */
 static double mt_decay_coefficient(mt_wsd_decay_style style, double ratio) {
@@ -14817,13 +14906,12 @@ static void mt_phase_end(mt_model *m) {
     if (m->ops->phase_end) m->ops->phase_end(m->stream);
 }
 
-/* sums[2] = squared norm of all gradients; replicated elements are counted on the first of their ranks, and the others'
- * in sums[4]. sums[3] = loss summed over all ranks: a non-finite value on any rank reaches every rank, so all ranks
- * come to the same check. */
+/* The squared norm of all gradients, and the loss, summed over all ranks: a non-finite value on any rank reaches every
+ * rank, so all ranks come to the same check. */
 static void mt_gradients_norm(mt_model *m) {
     double *sums = m->numbers->sums;
-    m->ops->memory_copy(sums + 3, sums, 8, m->stream);
-    m->ops->memory_zero(sums + 4, 8, m->stream);
+    m->ops->memory_copy(sums + MT_STEP_LOSS_OF_WORLD, sums + MT_STEP_LOSS, 8, m->stream);
+    m->ops->memory_zero(sums + MT_STEP_REPLICA_SQUARES, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
@@ -14833,9 +14921,11 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
         const void *run = mt_at(b->grad_shard, begin, b->grad_dtype);
-        m->ops->squared_norm(sums + (param->counted ? 2 : 4), run, count, b->grad_dtype, m->stream);
+        double *sum = sums + (param->counted ? MT_STEP_SQUARES : MT_STEP_REPLICA_SQUARES);
+        m->ops->squared_norm(sum, run, count, b->grad_dtype, m->stream);
     }
-    m->ops->all_reduce(sums + 2, 3, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(sums + MT_STEP_SQUARES, MT_NUM_STEP_SUMS - MT_STEP_SQUARES, MT_SUM, MT_F64, &m->grid->world,
+                       m->stream);
 }
 
 /* Gradient norm, clipping factor, and the check that allows the update. */
@@ -14850,9 +14940,11 @@ static void mt_step_check_gradients(mt_model *m) {
     mt_phase_begin(m, "norm", -1, -1);
     mt_gradients_norm(m);
     mt_step_numbers *n = m->numbers;
-    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 4, n->sums + 1, (double)m->loss_scale,
-                           (float)o->clip_grad, m->stream);
-    m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
+    const double *tokens = n->sums + MT_STEP_TOKENS;
+    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + MT_STEP_SQUARES, n->sums + MT_STEP_REPLICA_SQUARES,
+                           tokens, (double)m->loss_scale, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(n->guard, &n->grad_scale, n->sums + MT_STEP_LOSS_OF_WORLD, tokens, &n->grad_norm, &rules,
+                       m->stream);
     mt_phase_end(m);
 }
 
@@ -15376,7 +15468,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
 /* Results of a training step, copied from the device. */
 typedef struct mt_step_result {
     mt_step_numbers numbers;
-    double indexer_sums[2];               // as in mt_model
+    double mixer_loss[2];                 // as in mt_model
     double losses[MT_NUM_AUX_LOSSES + 1]; // these fields: as in mt_experts
     float *loads, *kept;                  // [num_layers, E]
     int32_t *invalid;                     // [num_layers] of this rank
@@ -15588,10 +15680,10 @@ const char *mt_options_without_graphs(const mt_options *o) {
                      o->expert_model_parallel_size * o->data_parallel_size ==
                  1;
     if (!alone) return "the host takes part in the messages of several ranks";
-    if (o->num_experts > 0) return "the host waits for the loads of experts";
+    if (mt_has_experts(o)) return "the host waits for the loads of experts";
     if (o->fp8_format != MT_FP8_OFF) return "the host decides in each step which weights are quantized";
     if (o->fine_grained_activation_offloading) return "values move to the host on streams of their own";
-    if (o->mtp_num_layers > 0 || o->encoder_num_layers > 0 || o->vision.tower != MT_VISION_NONE)
+    if (o->mtp_num_layers > 0 || o->encoder_num_layers > 0 || mt_modality_of(o))
         return "its passes are of a plain decoder without multi-token prediction";
     if (o->lora_rank > 0 || o->main_grads_dtype != MT_OPTIMIZER_FP32 || mt_has_states(o))
         return "it is for full training in bf16, fp16 or fp32 with attention and gradients in fp32";
@@ -15814,8 +15906,8 @@ static int mt_run_schedule(mt_model *m, mt_source *from, mt_error *error) {
 
 /* Zeroes the sums of a step's losses, and the squared norm. */
 static void mt_sums_begin(mt_model *m) {
-    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
-    if (m->indexer_sums) m->ops->memory_zero(m->indexer_sums, 4 * 8, m->stream);
+    m->ops->memory_zero(m->numbers->sums, MT_STEP_LOSS_OF_WORLD * 8, m->stream);
+    if (m->mixer_loss) m->ops->memory_zero(m->mixer_loss, 4 * 8, m->stream);
     m->ops->memory_zero(&m->numbers->report, (int64_t)sizeof m->numbers->report, m->stream);
     if (m->host_loss) *m->host_loss->sums = (mt_host_sums){0};
 }
@@ -15830,7 +15922,7 @@ static void mt_sums_finish(mt_model *m, bool training) {
             m->ops->all_reduce(&m->numbers->report, MT_LOSS_REPORT_NUMBERS, MT_SUM, MT_F64, groups[i], m->stream);
         if (modules > 0) m->ops->all_reduce(m->numbers->mtp, 2 * modules, MT_SUM, MT_F64, groups[i], m->stream);
     }
-    if (training && m->indexer_sums) m->ops->all_reduce(m->indexer_sums, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    if (training && m->mixer_loss) m->ops->all_reduce(m->mixer_loss, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Forwards and backwards of all micro-batches, gradients summed over ranks, and their check. `spoils`: this rank's loss
@@ -15861,8 +15953,7 @@ static void mt_step_report(mt_model *m, int entry, int64_t iteration) {
     mt_step_result *result = &m->trainer->results[entry];
     const mt_experts *e = m->experts;
     m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    if (m->indexer_sums)
-        m->ops->memory_copy(result->indexer_sums, m->indexer_sums, sizeof result->indexer_sums, m->stream);
+    if (m->mixer_loss) m->ops->memory_copy(result->mixer_loss, m->mixer_loss, sizeof result->mixer_loss, m->stream);
     if (e->losses) m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
     if (e->num_layers > 0) {
         m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
@@ -16348,13 +16439,13 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
         memcpy(metrics->loss_metrics, result->numbers.report.metrics, sizeof metrics->loss_metrics);
-        metrics->loss_count = result->numbers.sums[1];
+        metrics->loss_count = result->numbers.sums[MT_STEP_TOKENS];
         metrics->seconds = m->trainer->unread_seconds * metrics->tokens / m->trainer->unread_tokens;
         mt_experts_report(m, result, metrics);
         mt_step_measure(m, metrics);
-        if (m->indexer_sums)
+        if (m->mixer_loss)
             metrics->indexer_loss =
-                m->options->dsa_indexer_loss_coeff * result->indexer_sums[0] / fmax(result->indexer_sums[1], 1);
+                mt_mixer_loss_coeff(m->options) * result->mixer_loss[0] / fmax(result->mixer_loss[1], 1);
         m->trainer->unread_tokens = m->trainer->unread_seconds = 0;
     }
     state->iteration++;
@@ -16400,6 +16491,8 @@ int mt_score_tokens(mt_model *m, int64_t micro_batches, mt_batch_source *source,
  * and assigns it. */
 
 /* ==== §15a memory ================================================================================================= */
+/* Each mt_plan_* assigns memory for one purpose from an arena, and adds up its size where the arena only counts, so
+ * that what is allocated is what is used. mt_plan_memory calls them all. */
 
 /* Rows of logits in one copy to the host. */
 enum { MT_STAGED_ROWS = 16 };
@@ -16758,6 +16851,9 @@ int64_t mt_model_planned_bytes(const mt_model *m, mt_plan_row row) {
 }
 
 /* ==== §15b creation =============================================================================================== */
+/* mt_model_partition fixes sizes, layers, parameters, buckets and micro-batches, without device memory;
+ * mt_model_allocate plans the memory, compares it with the device's, and assigns it; mt_model_start sets its first
+ * values. Where a rank may fail alone, mt_agree makes all fail. In between, a model's parts can rest on the host. */
 
 /* Upper bound on sets of activations of a micro-batch on a chunk: its layers, modules, and one shared set. */
 static int64_t mt_num_saved_layers(const mt_model *m, int64_t chunk) {
@@ -16779,7 +16875,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = m->experts;
     const mt_grid *grid = m->grid;
     e->group = &grid->expert_exchange;
-    if (o->num_experts == 0) return;
+    if (!mt_has_experts(o)) return;
     int64_t k = o->moe_router_topk;
     e->router = (mt_router){.num_experts = o->num_experts, .topk = k, .pre_softmax = o->moe_router_pre_softmax};
     e->router.score = o->moe_router_score_function;
@@ -16892,9 +16988,8 @@ static void mt_model_stages(mt_model *m, const mt_options *o) {
             w->index = i - m->first_local[chunk], w->number = m->stages[chunk].first_layer + w->index;
             w->kind = mt_layer_kind_of(o, w->number);
             w->G = mt_max(w->kind.groups / m->grid->tensor.size, 1), m->G = mt_max(m->G, w->G);
-            w->F = mt_layer_has_experts(o, w->number) ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size;
-            if (w->kind.feed_forward == MT_FEED_FORWARD_NONE) w->F = 0;
-            w->F /= m->grid->tensor.size, w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
+            w->F = mt_feed_forward_width(o, w->kind.feed_forward) / m->grid->tensor.size;
+            w->expert_bucket = -1, m->F = mt_max(m->F, w->F);
         }
 }
 
@@ -16911,7 +17006,7 @@ static void mt_model_linears(mt_model *m) {
         if (!param->is_linear || mt_param_is_adapter(param)) continue;
         if (!param->continues) {
             linear = is_tied_head ? &m->outer.head : (mt_linear *)(void *)mt_param_weight(m, param);
-            *linear = (mt_linear){.kind = param->linear, .K = param->cols};
+            *linear = (mt_linear){.kind = param->linear, .K = param->cols, .field = param->field};
             if (linear->kind == MT_LINEAR_GROUPED) {
                 linear->num_experts = m->experts->num_local;
                 linear->omits_bias = param->shard_dim == 1 && m->grid->expert_tensor.rank > 0;
@@ -16976,6 +17071,13 @@ static void mt_model_adapters(mt_model *m) {
     }
 }
 
+/* True if a linear of a layer alone reads the result of the norm before the mixer, or before the feed-forward. */
+static bool mt_reads_norm(const mt_model *m, const mt_layer *w, size_t field, mt_norm_place place) {
+    const mt_block_kind *mixer = mt_mixer_kinds[w->kind.mixer];
+    const mt_block_kind *kind = place == MT_NORM_MIXER_IN ? mixer : mt_feed_forward_kinds[w->kind.feed_forward];
+    return mt_has_norm(w->kind.norms, place) && kind->reader && kind->reader(m->options) == field;
+}
+
 /* True if the operation that computes x or dy of a layer's linear stores it in fp8, instead of in the model's type.
  * Then only products read it: no adapter, no gradient of a bias or of a weight in bf16, no exchange of rows between
  * ranks. field: the linear's offset in mt_layer. */
@@ -16986,13 +17088,10 @@ static bool mt_fp8_in_place(const mt_model *m, const mt_linear *l, const mt_laye
         return false;
     if (l->N % MT_FP8_WIDTH != 0 || l->K % MT_FP8_WIDTH != 0) return false;
     if (l->kind == MT_LINEAR_GROUPED) return !mt_scales_output(m) && m->experts->order.capacity == 0;
-    if (m->tp.overlaps) return false;                                                     // takes the rows in parts
-    bool is_qkv = field == offsetof(mt_layer, qkv) && !m->options->attention_output_gate; // else the gate reads x too
-    bool is_fc1 = field == offsetof(mt_layer, fc1);
-    if (operand == MT_FP8_DY) return is_fc1 && !m->options->mlp_bias;
-    // a norm stores x, and no router reads it too
-    bool is_normed = (is_qkv && mt_has_norm(w->kind.norms, MT_NORM_MIXER_IN)) ||
-                     (is_fc1 && mt_has_norm(w->kind.norms, MT_NORM_FEED_FORWARD_IN) && w->expert_bucket < 0);
+    if (m->tp.overlaps) return false; // takes the rows in parts
+    if (operand == MT_FP8_DY) return field == offsetof(mt_layer, fc1) && !m->options->mlp_bias;
+    bool is_normed =
+        mt_reads_norm(m, w, field, MT_NORM_MIXER_IN) || mt_reads_norm(m, w, field, MT_NORM_FEED_FORWARD_IN);
     return field == offsetof(mt_layer, down) || (is_normed && !m->tp.sequence_parallel);
 }
 
@@ -17022,8 +17121,9 @@ static int mt_model_fp8(mt_model *m, const mt_options *o, mt_error *error) {
         mt_layer *w = mt_layer_find(m, number);
         for (int i = 0; i < MT_NUM_FP8_OPERANDS; i++)
             l->fp8->in_place[i] = mt_fp8_in_place(m, l, w, param->field, (mt_fp8_operand)i);
-        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, qkv)) w->input_norm.reader = l;
-        if (l->fp8->in_place[MT_FP8_X] && param->field == offsetof(mt_layer, fc1)) w->mlp_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && mt_reads_norm(m, w, l->field, MT_NORM_MIXER_IN)) w->input_norm.reader = l;
+        if (l->fp8->in_place[MT_FP8_X] && mt_reads_norm(m, w, l->field, MT_NORM_FEED_FORWARD_IN))
+            w->mlp_norm.reader = l;
         int64_t N_multiple = l->fp8->gathered ? MT_FP8_WIDTH : mt_max(m->ops->limits.fp8_multiple, 1);
         int64_t K_multiple = l->fp8->gathered ? mt_fp8_stride(1, f->recipe.weight_blocks) : N_multiple;
         if (l->N % N_multiple != 0 || l->K % K_multiple != 0)
@@ -17762,6 +17862,10 @@ int64_t mt_model_bytes(const mt_model *m) {
 }
 
 /* ==== §15c forward, backward, decoding ============================================================================ */
+/* A whole model as other code runs it: a forward, its replay and backward on one rank; numbers of tokens to the host;
+ * and decode passes over sequences whose earlier tokens are in caches. Invariants: results on the host are those of all
+ * tensor- and pipeline-parallel ranks; a decode pass reads one block of inputs at a fixed address, so that a graph of a
+ * step serves all steps with as many sequences. */
 
 /* ---- a whole model's forward, and its backward on one rank */
 
@@ -17922,6 +18026,11 @@ static void mt_draft_keep(mt_model *m, const mt_pass *p) {
                          m->dtype, p->stream);
 }
 
+/* Bytes of a batch on the device that a decode pass reads: those before the labels (mt_batch_block_at). */
+static int64_t mt_decode_bytes(const mt_micro_batch *mb) {
+    return (char *)mb->batch.labels - mb->device_batch;
+}
+
 /* Computes `rows` rows of logits from the host's block: the operations of a decode graph. A step's row i is token i. */
 static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
     mt_pass p;
@@ -17930,8 +18039,7 @@ static void mt_decode_pass(mt_model *m, int64_t rows, bool is_step) {
         p = mt_pass_begin(m, mb);
         p.decode = true, p.adapter_rows = mb->adapter_rows;
         p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0; // too few rows to divide them
-        int64_t bytes = (char *)mb->batch.labels - mb->device_batch;
-        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], bytes, m->stream);
+        m->ops->memory_copy(mb->device_batch, m->staged_batch[0], mt_decode_bytes(mb), m->stream);
         mt_stage_forward(m, &p);
     }
     if (m->plan.num_drafts > 0 && m->has_loss) mt_draft_keep(m, &p);
@@ -18037,7 +18145,7 @@ static void *mt_draft_pass(mt_model *m, int64_t depth, const mt_batch *batch, co
     mt_pass p = mt_pass_begin(m, mb), chosen;
     p.decode = true, p.adapter_rows = mb->adapter_rows;
     p.tp.sequence_parallel = p.tp.overlaps = false, p.first_row = 0;
-    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], (char *)mb->batch.labels - mb->device_batch, m->stream);
+    m->ops->memory_copy(mb->device_batch, m->staged_batch[0], mt_decode_bytes(mb), m->stream);
     int64_t layer = mt_mtp_index(m, &p, depth);
     const mt_layer *w = mt_mtp_layer(m, &p, depth);
     mt_activations *a = mt_values_of(m, &p, layer);
@@ -18804,7 +18912,7 @@ static mt_generator *mt_generator_open(mt_model *model, const mt_sampling *sampl
     MT_CHECK((plan->max_inputs > 0) == mt_has_encoder(model));
     batching.num_adapters = plan->num_adapters, batching.max_image_tokens = plan->max_image_tokens;
     batching.num_drafts = plan->num_drafts;
-    batching.merge_size = mt_max(model->options->vision.spatial_merge_size, 1);
+    batching.merge_size = model->modality ? model->modality->side(model->options) : 1;
     g->patches = mt_malloc(mt_max(plan->max_patches * mt_patch_values(model->options), 1) * 4);
     g->batcher = mt_batcher_create(&batching);
     if (mt_sampling_penalizes(sampling) || max_viewed > 0)
@@ -20117,8 +20225,8 @@ static void mt_cpu_gated_norm_means(const mt_gated_norm_args *a, float *means, m
 /* The sizes of a gated delta net on this rank. */
 typedef struct mt_delta_sizes {
     int64_t Hk, Hv, Dk, Dv; // heads and their channels
-    int64_t conv, in;       // channels of q, k and v; columns of delta_in
-    int64_t b;              // column of b in delta_in
+    int64_t conv, in;       // channels of q, k and v; columns of mixer_in
+    int64_t b;              // column of b in mixer_in
     bool by_channel;        // Kimi delta attention
 } mt_delta_sizes;
 
@@ -20143,19 +20251,18 @@ static void mt_delta_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
         MT_SLOT(s, kda_f, T, z.Hv * z.Dk, m->dtype)->stash_of = offsetof(mt_layer, f_b);
         MT_SLOT(s, kda_g, T, z.Hv * z.Dv, m->dtype)->stash_of = offsetof(mt_layer, g_b);
     }
-    MT_SLOT(s, delta_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, delta_in);
+    MT_SLOT(s, mixer_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mixer_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, delta_out, T, z.Hv * z.Dv, m->dtype);
     MT_SLOT(s, delta_rstd, T, z.Hv, MT_F32);
     MT_SLOT(s, attended, T, z.Hv * z.Dv, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->delta_in, 0, z.by_channel); // f_a and g_a read it
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mixer_in, 0, z.by_channel); // f_a and g_a read it
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
-/* The operands that forward and backward share. In generation the layer's caches are the states, a slot a sequence. */
-
-/* A state of the rule or scan and one of the convolution for each slot. */
+/* In generation the layer's caches are states: one of the rule or scan and one of the convolution for each slot, which
+ * has a sequence. */
 static void mt_state_caches(const mt_model *m, const mt_layer *w, mt_cache_list *list) {
     mt_mixer_widths z = mt_widths_of(m, w->kind.mixer);
     mt_cache_add(list, offsetof(mt_caches, rule_states), MT_CACHE_OF_SLOTS, z.rule_state * 4);
@@ -20166,11 +20273,13 @@ static mt_states mt_states_of(const mt_model *m, float *memory) {
     return (mt_states){.memory = memory, .slot_rows = mt_cache_slot_rows(&m->plan), .slots = mt_cache_slots(&m->plan)};
 }
 
+/* The operands that forward and backward share: of the convolution, the rule and the norm. */
+
 static mt_conv_args mt_delta_conv(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
-    conv.x = a->delta_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
+    conv.x = a->mixer_in, conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->conv.w, conv.dw = w->conv.dw;
     if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
     if (p->context) conv.states = mt_context_states(p->context, m->scratch.conv_carry.states);
@@ -20183,7 +20292,7 @@ static mt_delta_args mt_delta_rule(const mt_model *m, const mt_pass *p, const mt
     mt_delta_args d = {.Hk = z.Hk, .Hv = z.Hv, .Dk = z.Dk, .Dv = z.Dv, .decays = 1, .out = a->delta_out};
     d.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     d.q = a->conv, d.k = mt_at(a->conv, keys, m->dtype), d.v = mt_at(a->conv, 2 * keys, m->dtype);
-    d.b = mt_at(a->delta_in, z.b, m->dtype), d.a = mt_at(a->delta_in, z.b + z.Hv, m->dtype);
+    d.b = mt_at(a->mixer_in, z.b, m->dtype), d.a = mt_at(a->mixer_in, z.b + z.Hv, m->dtype);
     d.q_stride = d.k_stride = d.v_stride = d.dq_stride = d.dk_stride = d.dv_stride = z.conv;
     d.b_stride = d.a_stride = d.db_stride = d.da_stride = z.in;
     if (z.by_channel) d.decays = z.Dk, d.a = a->kda_f, d.a_stride = d.da_stride = z.Hv * z.Dk;
@@ -20199,7 +20308,7 @@ static mt_gated_norm_args mt_delta_norm(const mt_model *m, const mt_pass *p, con
                                         const mt_activations *a) {
     mt_delta_sizes z = mt_delta_sizes_of(m);
     mt_gated_norm_args n = {.T = p->T, .H = z.Hv, .D = z.Dv, .x = a->delta_out, .y = a->attended};
-    n.z = mt_at(a->delta_in, z.conv, m->dtype), n.z_stride = n.dz_stride = z.in;
+    n.z = mt_at(a->mixer_in, z.conv, m->dtype), n.z_stride = n.dz_stride = z.in;
     if (z.by_channel) n.z = a->kda_g, n.z_stride = n.dz_stride = z.Hv * z.Dv, n.sigmoid = true;
     n.rstd = a->delta_rstd, n.w = w->delta_norm.w, n.dw = w->delta_norm.dw, n.eps = (float)m->options->norm_epsilon;
     return n;
@@ -20272,7 +20381,7 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_conv_args conv = mt_delta_conv(m, p, w, a);
     mt_delta_args rule = mt_delta_rule(m, p, w, a);
     mt_gated_norm_args norm = mt_delta_norm(m, p, w, a);
-    mt_layer_linear_forward(p, a, &w->delta_in, x, a->delta_in);
+    mt_layer_linear_forward(p, a, &w->mixer_in, x, a->mixer_in);
     if (mt_delta_sizes_of(m).by_channel) mt_kda_gates_forward(p, w, a, x);
     mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
@@ -20282,7 +20391,7 @@ static void mt_delta_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch.dqkv: the gradient of delta_in. */
+/* scratch.dqkv: the gradient of mixer_in. */
 static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block) {
     mt_layer_scratch *s = &m->scratch;
@@ -20309,7 +20418,7 @@ static mt_deferred mt_delta_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
-    mt_layer_linear_backward(m, p, w, a, &w->delta_in, block->x_field, &in);
+    mt_layer_linear_backward(m, p, w, a, &w->mixer_in, block->x_field, &in);
     if (z.by_channel) mt_kda_gates_backward(m, p, w, a, block, s->ddecays, s->dgates);
     return out;
 }
@@ -20442,12 +20551,12 @@ static int64_t mt_short_channels(const mt_model *m) {
 
 static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     int64_t T = m->plan.max_tokens, width = mt_short_channels(m);
-    MT_SLOT(s, short_in, T, 3 * width, m->dtype)->stash_of = offsetof(mt_layer, short_in);
+    MT_SLOT(s, mixer_in, T, 3 * width, m->dtype)->stash_of = offsetof(mt_layer, mixer_in);
     MT_SLOT(s, short_x, T, width, m->dtype);
     MT_SLOT(s, conv, T, width, m->dtype);
     MT_SLOT(s, attended, T, width, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->short_in, 0, false);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mixer_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -20455,7 +20564,7 @@ static void mt_short_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
 
 static mt_multiply_args mt_short_enter(const mt_model *m, const mt_pass *p, const mt_activations *a) {
     int64_t width = mt_short_channels(m);
-    mt_multiply_args product = {.T = p->T, .C = width, .x = mt_at(a->short_in, 2 * width, m->dtype), .z = a->short_in};
+    mt_multiply_args product = {.T = p->T, .C = width, .x = mt_at(a->mixer_in, 2 * width, m->dtype), .z = a->mixer_in};
     product.x_stride = product.z_stride = product.dx_stride = product.dz_stride = 3 * width;
     product.y = a->short_x, product.y_stride = product.dy_stride = width;
     return product;
@@ -20474,7 +20583,7 @@ static mt_conv_args mt_short_conv(const mt_model *m, const mt_pass *p, const mt_
 
 static mt_multiply_args mt_short_leave(const mt_model *m, const mt_pass *p, const mt_activations *a) {
     int64_t width = mt_short_channels(m);
-    mt_multiply_args product = {.T = p->T, .C = width, .x = a->conv, .z = mt_at(a->short_in, width, m->dtype)};
+    mt_multiply_args product = {.T = p->T, .C = width, .x = a->conv, .z = mt_at(a->mixer_in, width, m->dtype)};
     product.x_stride = product.y_stride = product.dx_stride = product.dy_stride = width;
     product.z_stride = product.dz_stride = 3 * width, product.y = a->attended;
     return product;
@@ -20485,7 +20594,7 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
                              void *out) {
     mt_multiply_args enter = mt_short_enter(m, p, a), leave = mt_short_leave(m, p, a);
     mt_conv_args conv = mt_short_conv(m, p, w, a);
-    mt_layer_linear_forward(p, a, &w->short_in, x, a->short_in);
+    mt_layer_linear_forward(p, a, &w->mixer_in, x, a->mixer_in);
     m->ops->multiply_forward(&enter, m->dtype, p->stream);
     mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
@@ -20493,7 +20602,7 @@ static void mt_short_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch.dqkv: the gradient of short_in. */
+/* scratch.dqkv: the gradient of mixer_in. */
 static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block) {
     mt_layer_scratch *s = &m->scratch;
@@ -20512,7 +20621,7 @@ static mt_deferred mt_short_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     enter.dy = s->dshort_x, enter.dx = mt_at(s->dqkv, 2 * width, m->dtype), enter.dz = s->dqkv;
     m->ops->multiply_backward(&enter, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
-    mt_layer_linear_backward(m, p, w, a, &w->short_in, block->x_field, &in);
+    mt_layer_linear_backward(m, p, w, a, &w->mixer_in, block->x_field, &in);
     return out;
 }
 
@@ -20970,7 +21079,7 @@ static void mt_cpu_ssd_carry_backward(const mt_ssd_args *a, const mt_carried_sta
 typedef struct mt_mamba_sizes {
     int64_t G, H, N, P; // groups, heads, rows and columns of a head's state
     int64_t inner;      // channels of x, and of z
-    int64_t conv, in;   // channels of x, B and C; columns of mamba_in
+    int64_t conv, in;   // channels of x, B and C; columns of mixer_in
 } mt_mamba_sizes;
 
 static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
@@ -20985,13 +21094,13 @@ static mt_mamba_sizes mt_mamba_sizes_of(const mt_model *m) {
 static void mt_mamba_slots(const mt_model *m, mt_slots *s, const mt_layer *w) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
     int64_t T = m->plan.max_tokens;
-    MT_SLOT(s, mamba_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mamba_in);
+    MT_SLOT(s, mixer_in, T, z.in, m->dtype)->stash_of = offsetof(mt_layer, mixer_in);
     MT_SLOT(s, conv, T, z.conv, m->dtype);
     MT_SLOT(s, mamba_out, T, z.inner, m->dtype);
     MT_SLOT(s, mamba_rstd, T, z.G, MT_F32);
     MT_SLOT(s, attended, T, z.inner, m->dtype)->input = MT_OFFLOAD_ATTN_PROJ;
     if (!w) return;
-    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mamba_in, 0, false);
+    mt_layer_slot_add_transposed(m, s, mt_mixer_x(w), &w->mixer_in, 0, false);
     mt_layer_slot_add_transposed(m, s, offsetof(mt_activations, attended), &w->o, 3, true);
 }
 
@@ -21001,7 +21110,7 @@ static mt_conv_args mt_mamba_conv(const mt_model *m, const mt_pass *p, const mt_
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
     mt_conv_args conv = {.C = z.conv, .K = m->options->linear_conv_kernel_dim, .silu = true};
     conv.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
-    conv.x = mt_at(a->mamba_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
+    conv.x = mt_at(a->mixer_in, z.inner, m->dtype), conv.x_stride = conv.dx_stride = z.in, conv.y = a->conv;
     conv.y_stride = conv.dy_stride = z.conv, conv.w = w->mamba_conv.w, conv.dw = w->mamba_conv.dw;
     conv.bias = w->mamba_conv_bias.w, conv.dbias = w->mamba_conv_bias.dw;
     if (p->decode) conv.states = mt_states_of(m, m->caches[w - m->layers].conv_states);
@@ -21015,7 +21124,7 @@ static mt_ssd_args mt_mamba_scan(const mt_model *m, const mt_pass *p, const mt_l
     mt_ssd_args s = {.G = z.G, .H = z.H, .N = z.N, .P = z.P, .out = a->mamba_out};
     s.spans = p->context ? mt_context_pieces(p->context) : &p->spans;
     s.x = a->conv, s.B = mt_at(a->conv, z.inner, m->dtype), s.C = mt_at(a->conv, z.inner + z.G * z.N, m->dtype);
-    s.dt = mt_at(a->mamba_in, z.inner + z.conv, m->dtype);
+    s.dt = mt_at(a->mixer_in, z.inner + z.conv, m->dtype);
     s.stride = s.dstride = z.conv, s.dt_stride = s.ddt_stride = z.in;
     s.A_log = w->A_log.w, s.D = w->mamba_d.w, s.dt_bias = w->dt_bias.w;
     s.dA_log = w->A_log.dw, s.dD = w->mamba_d.dw, s.ddt_bias = w->dt_bias.dw;
@@ -21032,7 +21141,7 @@ static mt_gated_norm_args mt_mamba_norm(const mt_model *m, const mt_pass *p, con
                                         const mt_activations *a) {
     mt_mamba_sizes z = mt_mamba_sizes_of(m);
     mt_gated_norm_args n = {.T = p->T, .H = z.G, .D = z.inner / z.G, .x = a->mamba_out, .y = a->attended};
-    n.z = a->mamba_in, n.z_stride = n.dz_stride = z.in, n.rstd = a->mamba_rstd;
+    n.z = a->mixer_in, n.z_stride = n.dz_stride = z.in, n.rstd = a->mamba_rstd;
     n.w = w->mamba_norm.w, n.dw = w->mamba_norm.dw, n.eps = (float)m->options->norm_epsilon;
     n.gate_first = n.weight_per_head = true;
     return n;
@@ -21073,7 +21182,7 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_conv_args conv = mt_mamba_conv(m, p, w, a);
     mt_ssd_args scan = mt_mamba_scan(m, p, w, a);
     mt_gated_norm_args norm = mt_mamba_norm(m, p, w, a);
-    mt_layer_linear_forward(p, a, &w->mamba_in, x, a->mamba_in);
+    mt_layer_linear_forward(p, a, &w->mixer_in, x, a->mixer_in);
     mt_conv_carry_states(m, p, &m->scratch.conv_carry, &conv, false);
     m->ops->short_conv_forward(&conv, m->dtype, p->stream);
     mt_mamba_carry_states(m, p, &m->scratch.rule_carry, &scan, false);
@@ -21083,7 +21192,7 @@ static void mt_mamba_forward(mt_model *m, const mt_pass *p, const mt_layer *w, m
     mt_layer_linear_forward(p, a, &w->o, a->attended, out);
 }
 
-/* scratch.dqkv: the gradient of mamba_in. */
+/* scratch.dqkv: the gradient of mixer_in. */
 static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a,
                                      const mt_block_gradients *block) {
     mt_layer_scratch *s = &m->scratch;
@@ -21108,7 +21217,7 @@ static mt_deferred mt_mamba_backward(mt_model *m, const mt_pass *p, mt_layer *w,
     if (p->context) conv.dstates = s->conv_carry.dstates;
     m->ops->short_conv_backward(&conv, m->dtype, p->stream);
     mt_linear_io in = {.x = block->x, .dy = s->dqkv, .dx = block->dx};
-    mt_layer_linear_backward(m, p, w, a, &w->mamba_in, block->x_field, &in);
+    mt_layer_linear_backward(m, p, w, a, &w->mixer_in, block->x_field, &in);
     return out;
 }
 
@@ -21160,6 +21269,11 @@ static int mt_mamba_check_limits(const mt_options *o, const mt_limits *l, mt_err
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+/* As Megatron's --expand 2. */
+static void mt_mamba_derive(mt_options *o) {
+    if (o->mamba_num_heads == 0) o->mamba_num_heads = mt_max(2 * o->hidden_size / o->mamba_head_dim, 1);
+}
+
 static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .slots = mt_mamba_slots,
                                             .forward = mt_mamba_forward,
@@ -21170,6 +21284,7 @@ static const mt_block_kind mt_mamba_kind = {.name = "Mamba-2",
                                             .caches = mt_state_caches,
                                             .scratch = mt_mamba_scratch,
                                             .multiplications = mt_mamba_multiplications,
+                                            .derive = mt_mamba_derive,
                                             .check = mt_mamba_check,
                                             .check_limits = mt_mamba_check_limits};
 
@@ -21753,7 +21868,7 @@ static mt_norm_args mt_indexer_norm(const mt_model *m, const mt_pass *p, const m
     mt_norm_args n = {.T = p->rows, .H = 1, .C = m->options->dsa_indexer_head_dim, .x = a->indexer_k_in};
     n.w = norm->weight.w, n.b = norm->bias.w, n.dw = norm->weight.dw, n.db = norm->bias.dw, n.y = a->indexer_k;
     n.mean = a->indexer_k_mean, n.rstd = a->indexer_k_rstd, n.eps = (float)m->options->dsa_indexer_k_norm_epsilon;
-    n.w_offset = mt_norm_offset(m->options);
+    n.w_offset = norm->weight.w_offset;
     return n;
 }
 
@@ -21852,7 +21967,7 @@ static void mt_indexer_loss(mt_model *m, const mt_pass *p, const mt_layer *w, co
     int64_t keys = p->context ? p->context->N : p->T;
     if (p->context) target = mt_context_sparse(p->context, &target, p->stream);
     loss.k = mt_indexer_all_keys(m, p, a), loss.coeff = (float)o->dsa_indexer_loss_coeff * m->loss_scale;
-    loss.token_index = p->batch->token_index, loss.sums = m->indexer_sums + (counts ? 0 : 2);
+    loss.token_index = p->batch->token_index, loss.sums = m->mixer_loss + (counts ? 0 : 2);
     loss.dq = dq, loss.dweights = dweights, loss.dk = s->dindexer_keys;
     loss.shares = target.shares = s->shares, loss.slopes = s->slopes;
     loss.all_keys = target.all_keys = !o->dsa_indexer_use_sparse_loss;
@@ -21951,7 +22066,7 @@ static void mt_sparse_scratch(mt_model *m, mt_arena *arena) {
     }
     if (o->dsa_indexer_topk_freq > 1) s->selected = mt_arena_alloc(arena, T * topk * 4); // for the layers behind
     if (!mt_has_indexer_loss(m)) return;
-    m->indexer_sums = mt_arena_alloc(arena, 4 * 8);
+    m->mixer_loss = mt_arena_alloc(arena, 4 * 8);
     int64_t width = o->dsa_indexer_use_sparse_loss ? topk : mt_min(N, m->plan.max_position);
     s->shares = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
     s->slopes = mt_arena_alloc(arena, MT_INDEXER_ROWS * width * 4);
@@ -21988,6 +22103,26 @@ static void mt_sparse_caches(const mt_model *m, const mt_layer *w, mt_cache_list
     mt_cache_add(list, offsetof(mt_caches, indexer), MT_CACHE_OF_TOKENS, width * mt_dtype_size(m->dtype));
 }
 
+/* All layers have it. */
+static bool mt_sparse_is_common(const mt_options *o) {
+    return o->experimental_attention_variant == MT_VARIANT_DSA;
+}
+
+static double mt_sparse_loss_coeff(const mt_options *o) {
+    return o->dsa_indexer_loss_coeff;
+}
+
+static int64_t mt_sparse_num_selected(const mt_options *o) {
+    return o->dsa_indexer_topk;
+}
+
+/* The first --dsa-indexer-skip-topk-offset layers have an indexer, and every --dsa-indexer-topk-freq-th from the last
+ * of these on, as in Megatron. */
+static bool mt_sparse_shares_indices(const mt_options *o, int64_t layer) {
+    int64_t after = layer + 1 - mt_max(o->dsa_indexer_skip_topk_offset, 1);
+    return layer < o->num_layers && after > 0 && after % mt_max(o->dsa_indexer_topk_freq, 1) != 0;
+}
+
 static int mt_sparse_check(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
         {.broken = !o->multi_latent_attention || o->q_lora_rank == 0,
@@ -21998,6 +22133,10 @@ static int mt_sparse_check(const mt_options *o, mt_error *error) {
          {o->dsa_indexer_head_dim, o->qk_pos_emb_head_dim}},
         {.broken = o->lora_rank > 0 && o->dsa_indexer_loss_coeff > 0,
          .message = "--dsa-indexer-loss-coeff trains the indexer, which --lora-rank freezes; leave one out"},
+        {o->context_parallel_size > 1 && o->cp_comm_type != MT_CP_ALL_GATHER,
+         "--experimental-attention-variant dsa with --context-parallel-size %lld needs --cp-comm-type all_gather: a "
+         "query may select any key of its sequence",
+         {o->context_parallel_size}},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
@@ -22014,6 +22153,10 @@ static const mt_block_kind mt_sparse_kind = {.name = "sparse attention",
                                              .caches = mt_sparse_caches,
                                              .scratch = mt_sparse_scratch,
                                              .multiplications = mt_sparse_multiplications,
+                                             .is_common = mt_sparse_is_common,
+                                             .loss_coeff = mt_sparse_loss_coeff,
+                                             .num_selected = mt_sparse_num_selected,
+                                             .shares_indices = mt_sparse_shares_indices,
                                              .check = mt_sparse_check};
 
 /* ==== §20 encoder and decoder ==================================================================================== */
@@ -22201,9 +22344,37 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  * on a rank (mt_images_divide); every rank then gathers the features of all (mt_vision_gather_features), and their
  * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks. Each
  * data-parallel rank has the images of its own micro-batches. The row of mt_modality, at the end, is what the trunk
- * calls. Invariants: with windows, the host puts the
- * patches in the order of windows, so that every span is contiguous, in a window and in an image; a micro-batch without
- * images computes nothing, but each backward completes the tower's gradients, as ranks reduce them together. */
+ * calls. Invariants: with windows, the host puts the patches in the order of windows, so that every span is contiguous,
+ * in a window and in an image; a micro-batch without images computes nothing, but each backward completes the tower's
+ * gradients, as ranks reduce them together. */
+
+/* Patches that become one token. */
+static int64_t mt_patches_of_token(const mt_options *o) {
+    return o->vision.spatial_merge_size * o->vision.spatial_merge_size;
+}
+
+int64_t mt_patch_values(const mt_options *o) {
+    const mt_vision_options *v = &o->vision;
+    if (v->tower == MT_VISION_NONE) return 0;
+    return MT_IMAGE_CHANNELS * v->temporal_patch_size * v->patch_size * v->patch_size;
+}
+
+int64_t mt_max_patches(const mt_options *o, int64_t tokens) {
+    return o->vision.tower == MT_VISION_NONE ? 0 : tokens * mt_patches_of_token(o);
+}
+
+/* Mergers of deepstack: layers whose outputs it takes. */
+static int64_t mt_num_deepstack(const mt_options *o) {
+    int64_t count = 0;
+    for (uint64_t layers = o->vision.deepstack_layers; layers; layers &= layers - 1) count++;
+    return o->vision.tower == MT_VISION_QWEN3 ? count : 0;
+}
+
+void mt_batch_alloc_images(mt_batch *batch, const mt_options *o, int64_t max_patches) {
+    int64_t most = max_patches / mt_patches_of_token(o); // images of one token each
+    batch->images = (mt_image_batch){.grids = mt_calloc(most * (int64_t)sizeof *batch->images.grids)};
+    batch->images.patches = mt_calloc(max_patches * mt_patch_values(o) * 4);
+}
 
 /* The vision tower of a model, on every rank, and on those with the embedding its parameters. */
 typedef struct mt_vision {
@@ -22301,6 +22472,32 @@ static bool mt_unit_is_merger(mt_unit unit) {
 static bool mt_vision_freezes(const mt_options *o, mt_unit unit) {
     if (!mt_unit_is_of_modality(unit)) return false;
     return mt_unit_is_merger(unit) ? o->vision.freeze_projector : o->vision.freeze;
+}
+
+static int64_t mt_vision_num_parts(const mt_options *o) {
+    return 1 + o->vision.num_layers + 1 + mt_num_deepstack(o); // the input, layers, mergers
+}
+
+/* A file of Qwen3-VL has the decoder in model.language_model; one of Qwen2.5-VL has other names for the same tensors.
+ */
+static void mt_vision_place_param(const mt_options *o, mt_param *param) {
+    static const char inner[] = "language_model.";
+    const mt_vision_options *v = &o->vision;
+    char *name = param->hf_name;
+    if (param->role == MT_VISION_PATCH) {
+        int64_t sizes[] = {MT_IMAGE_CHANNELS, v->temporal_patch_size, v->patch_size, v->patch_size};
+        memcpy(param->hf_cols, sizes, sizeof sizes);
+    }
+    param->hf_moved = v->tower == MT_VISION_QWEN2_5;
+    bool beside = v->tower == MT_VISION_QWEN3 && param->vision_part < 0;
+    if (!beside || strncmp(name, "model.", 6) != 0) return;
+    MT_CHECK(strlen(name) + sizeof inner <= sizeof param->hf_name);
+    memmove(name + 6 + sizeof inner - 1, name + 6, strlen(name + 6) + 1);
+    memcpy(name + 6, inner, sizeof inner - 1);
+}
+
+static const char *mt_vision_tied_tensor(const mt_options *o) {
+    return o->vision.tower == MT_VISION_QWEN3 ? "model.language_model.embed_tokens.weight" : NULL;
 }
 
 /* The buckets of a vision tower whose parameters are frozen, or else the others, in the order of its forward. */
@@ -23206,7 +23403,7 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
         free(all);
     }
     const mt_constraint rules[] = {
-        {.broken = o->position_embedding_type != MT_POSITION_ROPE || o->multi_latent_attention,
+        {.broken = o->position_embedding_type != MT_POSITION_ROPE || mt_is_latent(o),
          .message = "--vision-tower needs --position-embedding-type rope, without --multi-latent-attention"},
         {o->mrope_section.count != 3 || pairs != rotary,
          "--mrope-section has %lld numbers whose sum is %lld; give three, whose sum is the pairs of rotary channels of "
@@ -23236,10 +23433,30 @@ static bool mt_vision_exists(const mt_options *o) {
     return o->vision.tower != MT_VISION_NONE;
 }
 
+static int64_t mt_vision_side(const mt_options *o) {
+    return o->vision.spatial_merge_size;
+}
+
+static int mt_vision_check_limits(const mt_options *o, const mt_limits *l, mt_error *error) {
+    int64_t D = o->vision.hidden_size / mt_max(o->vision.num_attention_heads, 1);
+    const mt_constraint rules[] = {
+        {mt_exceeds(D, l->head_channels),
+         "--vision-hidden-size / --vision-num-attention-heads is %lld, and attention on this device takes heads of at "
+         "most %lld channels",
+         {D, l->head_channels}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 static const mt_modality mt_vision_modality = {.exists = mt_vision_exists,
                                                .check = mt_vision_check,
+                                               .check_limits = mt_vision_check_limits,
+                                               .side = mt_vision_side,
                                                .add_params = mt_vision_add_params,
+                                               .num_parts = mt_vision_num_parts,
                                                .freezes = mt_vision_freezes,
+                                               .place_param = mt_vision_place_param,
+                                               .tied_tensor = mt_vision_tied_tensor,
                                                .owner = mt_vision_owner,
                                                .begin = mt_vision_open,
                                                .open_batch = mt_vision_open_batch,

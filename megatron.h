@@ -309,12 +309,16 @@ typedef enum mt_cp_comm_type {
 } mt_cp_comm_type;
 /* Optimizers, one row each: its operation, OPERATION_step; what a step updates, ELEMENTS or whole MATRICES; its name as
  * --optimizer; the names of an element's states in checkpoints, where NULL is none. */
-#define MT_OPTIMIZERS(X)                                                                                               \
+#define MT_ELEMENT_OPTIMIZERS(X)                                                                                       \
     X(ADAMW, adamw, ELEMENTS, "adam", "exp_avg", "exp_avg_sq")                                                         \
     X(SGD, sgd, ELEMENTS, "sgd", "momentum_buffer", NULL)                                                              \
-    X(LION, lion, ELEMENTS, "lion", "exp_avg", NULL)                                                                   \
+    X(LION, lion, ELEMENTS, "lion", "exp_avg", NULL)
+#define MT_OPTIMIZERS(X)                                                                                               \
+    MT_ELEMENT_OPTIMIZERS(X)                                                                                           \
     X(MUON, muon, MATRICES, "muon", "momentum_buffer", NULL)
-#define MT_OPTIMIZER_NAME(name, ...) MT_OPTIMIZER_##name,
+#define MT_OPTIMIZER_NAME(name, ...)                   MT_OPTIMIZER_##name,
+#define MT_OPTIMIZER_TEXT(name, step, unit, text, ...) text "|"
+#define MT_OPTIMIZER_NAMES                             MT_ELEMENT_OPTIMIZERS(MT_OPTIMIZER_TEXT) "muon"
 typedef enum mt_optimizer { MT_OPTIMIZERS(MT_OPTIMIZER_NAME) MT_NUM_OPTIMIZERS } mt_optimizer;
 
 /* Muon: factor of the update of a matrix of `out` rows and `in` columns: the root of max(out, in); of out / in; of
@@ -992,6 +996,15 @@ bool mt_layer_listed(const char *layers, int64_t layer);
 /* The type of weights and activations. */
 mt_dtype mt_options_dtype(const mt_options *options);
 
+/* True if queries, keys and values of the model's attention come from latents. */
+bool mt_is_latent(const mt_options *options);
+/* Keys of its sequence that a query of the model's attention selects, wherever they are; 0: it selects none. */
+int64_t mt_num_selected_keys(const mt_options *options);
+/* True if --linear-attention-freq lists the layers that have it. */
+bool mt_variant_is_listed(mt_attention_variant variant);
+/* Sets the sizes of mixers that are not given, before the layers are listed. has_letters: a pattern of letters will
+ * list them. */
+void mt_mixers_derive(mt_options *options, bool has_letters);
 /* True if some layer has this mixer. */
 bool mt_has_mixer(const mt_options *options, mt_mixer_kind mixer);
 /* Their names in messages. */
@@ -999,20 +1012,26 @@ const char *mt_mixer_name(mt_mixer_kind mixer);
 const char *mt_feed_forward_name(mt_feed_forward_kind feed_forward);
 /* True if a mixer attends to keys and values; others have states, or are none. */
 bool mt_mixer_attends(mt_mixer_kind mixer);
+/* True if a feed-forward sends tokens to experts. */
+bool mt_feed_forward_routes(mt_feed_forward_kind feed_forward);
 /* True if generation computes a token by the same sums as training, bit for bit on the CPU. */
 bool mt_mixer_is_bitwise(mt_mixer_kind mixer);
 /* Multiplications per token of a layer in a forward, over sequences of --seq-length, as Megatron counts them. */
 double mt_layer_multiplications(const mt_options *options, int64_t layer);
-/* True if some layer has a state in generation instead of keys and values. */
+/* True if some layer has a state in generation instead of keys and values; the mixer of the first such layer, or
+ * MT_MIXER_NONE. */
 bool mt_has_states(const mt_options *options);
+mt_mixer_kind mt_first_with_states(const mt_options *options);
 /* Why --cuda-graph-impl local has no effect with finished options: the host takes part in a pass. NULL: it has. */
 const char *mt_options_without_graphs(const mt_options *options);
 /* Modules of multi-token prediction that have parameters of their own: --mtp-num-layers, or one repeated module. */
 int64_t mt_num_mtp_modules(const mt_options *options);
-/* Layers with a dense feed-forward. */
+/* Layers whose feed-forward is one MLP for every token. */
 int64_t mt_num_dense_layers(const mt_options *options);
-/* True if its feed-forward is experts. */
+/* True if the layer's feed-forward sends tokens to experts; if that of some layer or module of multi-token prediction
+ * does. Before layers are listed, see num_experts. */
 bool mt_layer_has_experts(const mt_options *options, int64_t layer);
+bool mt_has_experts(const mt_options *options);
 bool mt_layer_kinds_equal(mt_layer_kind a, mt_layer_kind b);
 /* The window that all layers have, or else 0: some see all keys. */
 int64_t mt_options_common_window(const mt_options *options);
@@ -1831,8 +1850,8 @@ typedef struct mt_sparse_attention {
     float *shares; // [block_rows, width]: sums over the heads here of the probabilities of the keys
 } mt_sparse_attention;
 
-/* Operations that the plain C backend alone has, for mt_options_check_limits to refuse elsewhere: none now. */
-#define MT_PLAIN_OPERATIONS(OP)
+/* Operations of layers in plain C alone, for the check_limits of a kind to refuse on other devices: none now. */
+#define MT_PLAIN_LAYER_OPERATIONS(OP)
 
 #define MT_SPARSE_ATTENTION_OPERATIONS(OP)                                                                             \
     OP(indexer_forward, mt_work_indexer(a, 1), (a, dtype, stream), const mt_indexer_args *a, mt_dtype dtype,           \
@@ -2338,6 +2357,9 @@ enum {
     MT_GUARD_NUMBERS = MT_GUARD_CORRECTIONS + 2
 };
 
+/* Steps of optimizers that the plain C backend alone has, for mt_options_check_limits to refuse elsewhere: none now. */
+#define MT_PLAIN_STEPS(OP)
+
 #define MT_OPTIMIZER_OPERATIONS(OP)                                                                                    \
     /* sum[n] += x[n]; dtype: of sum, which bf16 rounds. */                                                            \
     OP(accumulate, mt_work_bytes((4 + 2 * mt_dtype_size(dtype)) * n, MT_U8), (sum, x, n, dtype, stream), void *sum,    \
@@ -2574,6 +2596,10 @@ typedef struct mt_graph mt_graph;
     MT_OPERATIONS(OP)                                                                                                  \
     MT_GRAPH_OPERATIONS(OP)                                                                                            \
     MT_FUSED_OPERATIONS(OP)
+
+#define MT_PLAIN_OPERATIONS(OP)                                                                                        \
+    MT_PLAIN_LAYER_OPERATIONS(OP)                                                                                      \
+    MT_PLAIN_STEPS(OP)
 
 #define MT_ALL_OPERATIONS(OP)                                                                                          \
     MT_CUDA_OPERATIONS(OP)                                                                                             \
@@ -2877,7 +2903,7 @@ typedef struct mt_tensor_parallel {
     mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
     mt_dtype dtype;           // of activations and weights
     bool sequence_parallel;
-    bool overlaps; // one rank's rows are computed while those of the next are in transfer: --tp-comm-overlap, flex
+    bool overlaps; // one rank's rows are computed while those of the next are in transfer
     int64_t T, rows;
     /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
     void *gathered, *partial;
@@ -2913,6 +2939,7 @@ typedef struct mt_weight {
     void *w;
     float *dw;
     bool *has_gradient;
+    float w_offset; // of a norm: added to w, 0 or 1
 } mt_weight;
 
 /* How ranks share a weight, and the shapes of its products. */
@@ -3000,6 +3027,7 @@ typedef struct mt_linear {
     int64_t N, K;
     int64_t num_experts; // grouped
     mt_linear_kind kind;
+    size_t field;       // its offset in the struct of its owner, such as a layer, where that looks for it
     bool omits_bias;    // grouped: y is a partial sum, and another rank adds the bias
     mt_fp8_linear *fp8; // NULL: products in the type of activations
     mt_fp8_base *base;  // of a weight that is stored in fp8, whose weight.w is NULL; NULL: it is not
@@ -3475,6 +3503,7 @@ typedef struct mt_param {
     mt_linear_kind linear; // of a matrix
     mt_init init;
     double init_std;
+    float w_offset; // of a norm, which scales by w + w_offset: 0 or 1
     bool weight_decay;
     mt_optimizer optimizer; // that steps it
     bool joins;             // a step on matrices: it and the parameter before it are one matrix

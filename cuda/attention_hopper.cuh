@@ -180,7 +180,8 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* The tensor map of `rows` rows of `heads` heads of D channels, with tiles of `box` rows of a head. */
 static inline CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
-    return mt_tensor_map(x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box);
+    const mt_boxes panels = {x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box};
+    return mt_tensor_map(&panels);
 }
 
 /* Tensor maps of the rows that the spans cover, for the tile sizes of queries and keys. */

@@ -101,21 +101,18 @@ static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
 MT_CUDA_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
-/* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to mt_gemv_rows rows whose operands allow
- * 16-byte loads. Otherwise returns false and enqueues nothing. For several rows of a large w in bf16, products on
- * tensor cores are faster. */
+/* linear_forward for few rows. Serves up to mt_gemv_rows rows whose operands allow 16-byte loads. Otherwise returns
+ * false and enqueues nothing. For several rows of a large w in bf16, products on tensor cores are faster. */
 static inline bool mt_gemv_is_large(int64_t N, int64_t K) {
     return N * K > 1 << 23;
 }
 static inline int64_t mt_gemv_rows(int64_t N, int64_t K, mt_dtype dtype) {
     return dtype == MT_BF16 && mt_gemv_is_large(N, K) ? 1 : 8;
 }
-bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                  mt_dtype dtype, mt_stream *stream);
+bool mt_cuda_gemv(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream);
 /* The same for up to 32 rows of a large w in bf16 on Hopper GPUs. serves: true if T, N and K are such. */
 bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K);
-bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                         mt_dtype dtype, mt_stream *stream);
+bool mt_cuda_gemv_hopper(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream);
 
 /* Calls function<float>, function<__nv_bfloat16> or function<__half>, depending on `dtype`. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \

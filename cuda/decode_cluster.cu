@@ -697,9 +697,11 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 static void open_maps(const mt_decode_task &t, const mt_decode_layer &l, const cluster_plan &plan, CUtensorMap *maps) {
     int gates = mt_is_gated(t.activation) ? 2 : 1;
     int64_t N[] = {(t.H + 2 * t.G) * t.D, t.C, gates * t.F, t.C}, K[] = {t.C, t.H * t.D, t.C, t.F};
-    for (int j = 0; j < MT_DECODE_PRODUCTS; j++)
-        maps[j] = mt_tensor_map_of(l.w[j], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, K[j] / STEP, N[j], STEP, STEP, K[j],
-                                   plan.of[j].K / STEP, plan.of[j].rows, STEP, CU_TENSOR_MAP_SWIZZLE_NONE);
+    for (int j = 0; j < MT_DECODE_PRODUCTS; j++) {
+        const mt_boxes steps = {l.w[j], MT_BF16, K[j] / STEP,         N[j],           STEP,
+                                STEP,   K[j],    plan.of[j].K / STEP, plan.of[j].rows};
+        maps[j] = mt_tensor_map_of(&steps, STEP, CU_TENSOR_MAP_SWIZZLE_NONE);
+    }
 }
 
 template <int W, int WARPS>

@@ -444,8 +444,7 @@ static void run_gelu(const product *shape, const operands *o, Unfused unfused, m
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
 
 extern "C" void mt_cuda_linear_forward(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
-    if (mt_cuda_gemv_hopper(a->y, a->x, a->w, a->bias, a->T, a->N, a->K, dtype, stream)) return;
-    if (mt_cuda_gemv(a->y, a->x, a->w, a->bias, a->T, a->N, a->K, dtype, stream)) return;
+    if (mt_cuda_gemv_hopper(a, dtype, stream) || mt_cuda_gemv(a, dtype, stream)) return;
     cublasLtEpilogue_t epilogue = a->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
     product shape = {true, false, false, epilogue, a->N, a->T, a->K, dtype, dtype, dtype};
     run(&shape, a->y, a->w, a->x, a->bias, stream);

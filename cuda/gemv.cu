@@ -65,9 +65,8 @@ __global__ void __launch_bounds__(32 * WARPS)
 }
 
 /* With more columns per warp, x is read less often. Used if N is large enough to keep every multiprocessor busy. */
-template <class E, int rows>
-static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                   mt_stream *stream) {
+template <class E, int rows> static void launch(const mt_linear_args *a, mt_stream *stream) {
+    const int64_t N = a->N;
     constexpr int few = rows <= 2 ? 1 : 2, many = 2 * few, enough = 16384;
     auto kernel = N < enough ? gemv<E, rows, few, 4> : gemv<E, rows, many, 8 / many>;
     cudaLaunchAttribute early;
@@ -76,19 +75,17 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     config.blockDim = 32 * WARPS;
     config.stream = mt_cuda_stream(stream);
     if (stream && stream->capturing) mt_cuda_launch_early(&config, &early);
-    MT_CUDA(cudaLaunchKernelEx(&config, kernel, (E *)y, (const E *)x, (const E *)w, (const E *)bias, (int)T, N, K));
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, (E *)a->y, (const E *)a->x, (const E *)a->w, (const E *)a->bias,
+                               (int)a->T, N, a->K));
 }
 
-template <class E>
-static void launch_rows(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                        mt_stream *stream) {
-    auto launcher = T == 1 ? launch<E, 1> : T == 2 ? launch<E, 2> : T <= 4 ? launch<E, 4> : launch<E, 8>;
-    launcher(y, x, w, bias, T, N, K, stream);
+template <class E> static void launch_rows(const mt_linear_args *a, mt_stream *stream) {
+    auto launcher = a->T == 1 ? launch<E, 1> : a->T == 2 ? launch<E, 2> : a->T <= 4 ? launch<E, 4> : launch<E, 8>;
+    launcher(a, stream);
 }
 
-bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                  mt_dtype dtype, mt_stream *stream) {
-    if (T < 1 || T > mt_gemv_rows(N, K, dtype) || !mt_wide(dtype, {x, w}, {K})) return false;
-    MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, stream);
+bool mt_cuda_gemv(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T < 1 || a->T > mt_gemv_rows(a->N, a->K, dtype) || !mt_wide(dtype, {a->x, a->w}, {a->K})) return false;
+    MT_CUDA_DISPATCH(dtype, launch_rows, a, stream);
     return true;
 }

@@ -224,15 +224,15 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* The tensor map of a matrix as [K / 64, rows, 64]; a box has SLICES slices. */
 static CUtensorMap map_of(const void *matrix, int64_t rows, int64_t K, int box_rows) {
-    return mt_tensor_map(matrix, MT_BF16, K / 64, rows, 64, 64, K, SLICES, box_rows);
+    const mt_boxes slices = {matrix, MT_BF16, K / 64, rows, 64, 64, K, SLICES, box_rows};
+    return mt_tensor_map(&slices);
 }
 
-template <int COLS>
-static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                   mt_stream *stream) {
+template <int COLS> static void launch(const mt_linear_args *a, mt_stream *stream) {
+    const int64_t T = a->T, N = a->N, K = a->K;
     auto kernel = few_rows<COLS>;
     constexpr int BYTES = few_rows_size<COLS>::BYTES;
-    few_rows_task task = {(bf16 *)y, (const bf16 *)bias};
+    few_rows_task task = {(bf16 *)a->y, (const bf16 *)a->bias};
     task.T = (int)T, task.N = (int)N;
     task.tiles = (int)mt_divide_up(N, ROWS), task.boxes = (int)mt_divide_up(K, SLICES * 64);
     const int64_t blocks = mt_min(mt_cuda_device()->multiProcessorCount, (int64_t)task.tiles * task.boxes);
@@ -245,7 +245,7 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     config.gridDim = (unsigned)blocks, config.blockDim = THREADS, config.dynamicSmemBytes = BYTES;
     config.stream = stream->stream;
     if (stream->capturing) mt_cuda_launch_early(&config, &early);
-    MT_CUDA(cudaLaunchKernelEx(&config, kernel, task, map_of(w, N, K, ROWS), map_of(x, T, K, COLS)));
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, task, map_of(a->w, N, K, ROWS), map_of(a->x, T, K, COLS)));
 }
 
 /* Code for sm_90a runs on Hopper only. A box has whole slices of 64 columns of a row of w or x. */
@@ -254,12 +254,12 @@ bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K) {
     return T >= 1 && T <= MOST_COLS && N % 8 == 0 && K % 64 == 0 && mt_gemv_is_large(N, K) && N * K <= INT32_MAX;
 }
 
-bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                         mt_dtype dtype, mt_stream *stream) {
-    if (!mt_gemv_hopper_serves(T, N, K) || dtype != MT_BF16 || !stream || !mt_wide(dtype, {y, x, w}, {})) return false;
+bool mt_cuda_gemv_hopper(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (!mt_gemv_hopper_serves(a->T, a->N, a->K) || dtype != MT_BF16 || !stream) return false;
+    if (!mt_wide(dtype, {a->y, a->x, a->w}, {})) return false;
     if (stream->workspace_bytes < mt_cuda_device()->multiProcessorCount * (int64_t)(MOST_COLS * ROWS * 4)) return false;
-    auto launcher = T <= 8 ? launch<8> : T <= 16 ? launch<16> : launch<32>;
-    launcher(y, x, w, bias, T, N, K, stream);
+    auto launcher = a->T <= 8 ? launch<8> : a->T <= 16 ? launch<16> : launch<32>;
+    launcher(a, stream);
     return true;
 }
 
@@ -270,9 +270,8 @@ bool mt_gemv_hopper_serves(int64_t T, int64_t N, int64_t K) {
     return false;
 }
 
-bool mt_cuda_gemv_hopper(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                         mt_dtype dtype, mt_stream *stream) {
-    (void)y, (void)x, (void)w, (void)bias, (void)T, (void)N, (void)K, (void)dtype, (void)stream;
+bool mt_cuda_gemv_hopper(const mt_linear_args *a, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)dtype, (void)stream;
     return false;
 }
 

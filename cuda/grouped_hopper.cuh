@@ -232,7 +232,8 @@ template <int STAGES> __device__ __forceinline__ void stagger_warpgroups(int gro
 
 /* The tensor map of x[slices, rows, cols] with boxes of `box` rows and 128 bytes. */
 static CUtensorMap tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
-    return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
+    const mt_boxes whole = {x, dtype, slices, rows, cols, rows * cols, cols, 1, box};
+    return mt_tensor_map(&whole);
 }
 
 #endif

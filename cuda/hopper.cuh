@@ -388,38 +388,41 @@ static inline mt_encode_map_fn *mt_tensor_map_encoder(void) {
     return (mt_encode_map_fn *)encode;
 }
 
-/* The tensor map of x[slices, rows, cols]. Strides are in elements. A box has `box_slices` slices, `box_rows` rows and
- * `box_cols` columns. */
-static inline CUtensorMap mt_tensor_map_of(const void *x, CUtensorMapDataType type, int64_t size, int64_t slices,
-                                           int64_t rows, int64_t cols, int64_t slice_stride, int64_t row_stride,
-                                           int box_slices, int box_rows, int box_cols, CUtensorMapSwizzle swizzle) {
+/* A tensor x[slices, rows, cols] in memory, and the part of it that a copy moves. Strides are in elements. */
+struct mt_boxes {
+    const void *x;
+    mt_dtype dtype; // fp32, bf16, or fp8
+    int64_t slices, rows, cols, slice_stride, row_stride;
+    int box_slices, box_rows;
+};
+
+/* Its tensor map; a box has `box_cols` columns. */
+static inline CUtensorMap mt_tensor_map_of(const mt_boxes *t, int box_cols, CUtensorMapSwizzle swizzle) {
     CUtensorMap map;
-    const cuuint64_t sizes[] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)slices};
-    const cuuint64_t bytes[] = {(cuuint64_t)(row_stride * size), (cuuint64_t)(slice_stride * size)};
-    const cuuint32_t box[] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows, (cuuint32_t)box_slices};
+    const int64_t size = mt_dtype_size(t->dtype);
+    const CUtensorMapDataType type = t->dtype == MT_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : t->dtype == MT_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const cuuint64_t sizes[] = {(cuuint64_t)t->cols, (cuuint64_t)t->rows, (cuuint64_t)t->slices};
+    const cuuint64_t bytes[] = {(cuuint64_t)(t->row_stride * size), (cuuint64_t)(t->slice_stride * size)};
+    const cuuint32_t box[] = {(cuuint32_t)box_cols, (cuuint32_t)t->box_rows, (cuuint32_t)t->box_slices};
     const cuuint32_t ones[] = {1, 1, 1};
     CUresult result =
-        mt_tensor_map_encoder()(&map, type, 3, (void *)x, sizes, bytes, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        mt_tensor_map_encoder()(&map, type, 3, (void *)t->x, sizes, bytes, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     MT_CHECK(result == CUDA_SUCCESS);
     return map;
 }
 
-/* The same with the 128-byte swizzle, in fp32, bf16 or fp8; a box has 128 bytes of columns. */
-static inline CUtensorMap mt_tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols,
-                                        int64_t slice_stride, int64_t row_stride, int box_slices, int box_rows) {
-    const int64_t size = mt_dtype_size(dtype);
-    const CUtensorMapDataType type = dtype == MT_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : dtype == MT_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                        : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    return mt_tensor_map_of(x, type, size, slices, rows, cols, slice_stride, row_stride, box_slices, box_rows,
-                            (int)(128 / size), CU_TENSOR_MAP_SWIZZLE_128B);
+/* The same with the 128-byte swizzle; a box has 128 bytes of columns. */
+static inline CUtensorMap mt_tensor_map(const mt_boxes *t) {
+    return mt_tensor_map_of(t, (int)(128 / mt_dtype_size(t->dtype)), CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 /* The tensor map of a matrix of scales [rows, cols]. A box is `box` scales of a row, without swizzle. */
 static inline CUtensorMap mt_scales_map(const float *scales, int64_t rows, int64_t cols, int box) {
-    return mt_tensor_map_of(scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, 1, rows, cols, rows * cols, cols, 1, 1, box,
-                            CU_TENSOR_MAP_SWIZZLE_NONE);
+    const mt_boxes whole = {scales, MT_F32, 1, rows, cols, rows * cols, cols, 1, 1};
+    return mt_tensor_map_of(&whole, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 #endif

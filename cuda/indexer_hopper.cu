@@ -157,8 +157,9 @@ template <int HEADS>
 static void launch_hopper_scores(const indexer_task<bf16> &task, int64_t key_rows, mt_stream *stream) {
     using size = scores_size<HEADS>;
     const int64_t rows = (task.first - task.first_row + task.rows) * HEADS, panels = size::D / 64;
-    CUtensorMap q = mt_tensor_map(task.q, MT_BF16, panels, rows, 64, 64, size::D, (int)panels, size::COLUMNS);
-    CUtensorMap k = mt_tensor_map(task.k, MT_BF16, panels, key_rows, 64, 64, size::D, (int)panels, size::KEYS);
+    const mt_boxes queries = {task.q, MT_BF16, panels, rows, 64, 64, size::D, (int)panels, size::COLUMNS};
+    const mt_boxes keys = {task.k, MT_BF16, panels, key_rows, 64, 64, size::D, (int)panels, size::KEYS};
+    CUtensorMap q = mt_tensor_map(&queries), k = mt_tensor_map(&keys);
     auto kernel = hopper_scores<HEADS>;
     mt_cuda_take_shared(kernel, size::BYTES);
     kernel<<<(unsigned)mt_divide_up(task.rows, size::QUERIES), SCORE_THREADS, size::BYTES, mt_cuda_stream(stream)>>>(

@@ -698,17 +698,22 @@ template <class T, int N> static void launch_latent(latent_task<T> task, bool in
     MT_CUDA_LAUNCHED();
 }
 
-/* Both directions: the backward has gradients as q, kv, k_rope, k and v, and writes kv and k_rope. */
-static void launch_latent_heads(const mt_latent_heads_args *a, void *q, void *kv, void *k_rope, void *k, void *v,
-                                float direction, mt_dtype dtype, mt_stream *stream) {
+/* The values, or the gradients, of the operation's tensors. */
+struct latent_tensors {
+    void *q, *kv, *k_rope, *k, *v;
+};
+
+/* Both directions: the backward has gradients, and writes kv and k_rope. */
+static void launch_latent_heads(const mt_latent_heads_args *a, const latent_tensors *x, float direction, mt_dtype dtype,
+                                mt_stream *stream) {
     const mt_rotation *r = &a->rotation;
     if (a->T == 0) return;
-    bool wide = mt_wide(dtype, {q, kv, k_rope, k, v, r->cos, r->sin}, {a->N, a->Dv, r->R / 2});
+    bool wide = mt_wide(dtype, {x->q, x->kv, x->k_rope, x->k, x->v, r->cos, r->sin}, {a->N, a->Dv, r->R / 2});
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         latent_task<E> task = {};
-        task.q = (E *)q, task.k = (E *)k, task.v = (E *)v, task.kv = (E *)kv;
-        task.k_rope = task.dk_rope = (E *)k_rope;
+        task.q = (E *)x->q, task.k = (E *)x->k, task.v = (E *)x->v, task.kv = (E *)x->kv;
+        task.k_rope = task.dk_rope = (E *)x->k_rope;
         task.cos = r->cos, task.sin = r->sin, task.positions = r->positions, task.direction = direction;
         task.tokens = a->T, task.H = a->H, task.nope = (int)a->N, task.R = (int)r->R, task.Dv = (int)a->Dv;
         launch_latent<E, decltype(width)::value>(task, r->interleaved, mt_cuda_stream(stream));
@@ -716,11 +721,13 @@ static void launch_latent_heads(const mt_latent_heads_args *a, void *q, void *kv
 }
 
 extern "C" void mt_cuda_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    launch_latent_heads(a, a->q, (void *)a->kv, (void *)a->k_rope, a->k, a->v, 1, dtype, stream);
+    latent_tensors x = {a->q, (void *)a->kv, (void *)a->k_rope, a->k, a->v};
+    launch_latent_heads(a, &x, 1, dtype, stream);
 }
 
 extern "C" void mt_cuda_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
-    launch_latent_heads(a, a->dq, a->dkv, a->dk_rope, (void *)a->dk, (void *)a->dv, -1, dtype, stream);
+    latent_tensors x = {a->dq, a->dkv, a->dk_rope, (void *)a->dk, (void *)a->dv};
+    launch_latent_heads(a, &x, -1, dtype, stream);
 }
 
 /* ---- queries scaled by their position ---------------------------------------------------------------------------- */

@@ -104,7 +104,7 @@ the_activation_has_its_slope() {
 }
 
 # The first step changes each weight by lr / sqrt(1 - beta2) = 2 lr, so that the loss falls by 2 lr |g|_1, which is at
-# least 2 lr |g|_2. The state has the row's name in the checkpoint.
+# least 2 lr |g|_2. The state has the row's name in the checkpoint. Without a kernel, the step is refused on a GPU.
 the_optimizer_steps() {
     # shellcheck disable=SC2086
     two_steps 1e-5 $small --vocab-size 64 --tokens-file "$work/tokens.i32" --optimizer rmsprop --adam-beta2 0.75 &&
@@ -112,7 +112,11 @@ the_optimizer_steps() {
         return 1
     # shellcheck disable=SC2086
     "$train" $small --vocab-size 64 --mock-data --train-iters 2 --optimizer rmsprop --lr 1e-3 --save "$work/rmsprop" \
-        --eval-iters 0 >"$work/out" 2>"$work/err" && grep -rqa '"[^"]*square_avg' "$work/rmsprop"
+        --eval-iters 0 >"$work/out" 2>"$work/err" && grep -rqa '"[^"]*square_avg' "$work/rmsprop" || return 1
+    # shellcheck disable=SC2086
+    ! "$train" ${small% --device cpu} --vocab-size 64 --mock-data --train-iters 2 --lr 1e-3 --bf16 --optimizer rmsprop \
+        --plan --gpus 1 --global-batch-size 1 >"$work/out" 2>"$work/err" &&
+        says 'optimizer rmsprop runs on the CPU only' "$work/err"
 }
 
 the_loss_has_its_slope() {
@@ -178,11 +182,11 @@ the_placement_has_its_gradient() {
     "$train" $small $large_weights --vocab-size 64 --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 $crossed \
         --save "$work/crossed" >"$work/out" 2>"$work/err" || return 1
     weights=$work/crossed/latest/model.safetensors
-    for name in input_layernorm post_feedforward_layernorm; do
-        grep -qa "layers.1.$name.weight" "$weights" || return 1
+    for norm in input_layernorm post_feedforward_layernorm; do
+        grep -qa "layers.1.$norm.weight" "$weights" || return 1
     done
-    for name in post_attention_layernorm pre_feedforward_layernorm; do
-        if grep -qa "layers.1.$name.weight" "$weights"; then return 1; fi
+    for norm in post_attention_layernorm pre_feedforward_layernorm; do
+        if grep -qa "layers.1.$norm.weight" "$weights"; then return 1; fi
     done
     continues crossed
 }

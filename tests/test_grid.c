@@ -273,7 +273,7 @@ static void tensor_groups_across_hosts_are_named(void **state) {
                      uneven[8] = {0, 0, 0, 3, 3, 3, 3, 3};
     mt_grid grid = mt_grid_of_one;
     mt_options options = mt_options_plain(2, 32, 8, 64, 16);
-    char text[4096];
+    char text[4096], layers[] = "11";
     options.tensor_model_parallel_size = 2;
     grid.world.size = 8;
     assert_null(strstr(print_of(&grid, &options, NULL, text), "cross"));
@@ -287,6 +287,7 @@ static void tensor_groups_across_hosts_are_named(void **state) {
     options.tensor_model_parallel_size = 8;
     assert_non_null(strstr(print_of(&grid, &options, blocks, text), "\n1 of 1 tensor groups of 8 ranks cross hosts"));
     options.tensor_model_parallel_size = 1, options.num_experts = 4, options.expert_tensor_parallel_size = 2;
+    options.moe_layers = layers;
     assert_null(strstr(print_of(&grid, &options, blocks, text), "cross"));
     print_of(&grid, &options, turns, text);
     assert_non_null(strstr(text, "\n4 of 4 expert-tensor groups of 2 ranks cross hosts, such as ranks 0-1: "));

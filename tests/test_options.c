@@ -478,7 +478,7 @@ static void a_hybrid_pattern_names_the_one_half_of_every_layer(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 4,
                     RUN "--hybrid-override-pattern M- --mamba-num-groups 2 --context-parallel-size 4 --cp-comm-type "
                         "a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-                    "--cp-comm-type a2a+p2p does not run with the Mamba-2 layers of --hybrid-override-pattern");
+                    "--cp-comm-type a2a+p2p does not run with layers of Mamba-2, whose states");
     expect_error_of(
         MT_PROGRAM_TRAIN, 2,
         RUN "--hybrid-override-pattern M- --mamba-num-groups 3 --mamba-num-heads 6 --tensor-model-parallel-size 2",

@@ -75,21 +75,42 @@ opens_no_file() {
     ! grep -nE '\b(fopen|fdopen|open|openat|creat|opendir|mkstemp|mmap|popen)\(' megatron.c >"$work/out"
 }
 
-# The trunk (§9 to §16) walks the string of layers and asks tables: it names no kind but none, and reads no letters. Of
-# the wings, options know Mamba-2's options and the experts' letter, and Megatron's checkpoints have names of modules.
+# The trunk walks the string of layers and asks tables. §9 to §16 name no kind but none, no variant, modality or letter,
+# and do not ask options whether a kind is there; no more do §2 to §4, without the defaults. §8 builds the string. That
+# latent attention is the model's stands in its row.
 trunk_names_no_kind() {
-    awk '/^[/][*] ==== §/ { section = $3; gsub(/[^0-9]/, "", section) }
-        section + 0 >= 9 && section + 0 <= 16 && !/^ *[/ ][*]/ {
+    kinds='MT_MIXER_[A-Z]|MT_FEED_FORWARD_[A-Z]|MT_VARIANT_[A-Z]|MT_VISION_[A-Z]'
+    asked='multi_latent_attention|(o|options)->num_experts *[><=!]|->vision[.]|(o|options)->layernorm_zero'
+    asked="$asked|num_sources *(>|==|!=)"
+    awk -v kinds="$kinds|$asked|(hybrid|moe|linear)_layers\\[" '
+        /^[/][*] ==== §/ { section = $3; gsub(/[^0-9]/, "", section); section += 0 }
+        (section >= 2 && section <= 4 || section >= 9 && section <= 16) && !/^ *[/ ][*]/ {
             line = $0
-            gsub(/MT_(MIXER|FEED_FORWARD)_NONE/, "", line)
-            if (line ~ /MT_MIXER_[A-Z]|MT_FEED_FORWARD_[A-Z]|multi_latent_attention|(hybrid|moe|linear)_layers\[/)
-                print FILENAME ":" FNR ": " $0
+            gsub(/MT_(MIXER|FEED_FORWARD)_NONE|MT_VARIANT_MIXERS|return o->multi_latent_attention;/, "", line)
+            if (line ~ kinds) print FILENAME ":" FNR ": " $0
         }' megatron.c >"$work/out"
     sed 's/MT_\(MIXER\|FEED_FORWARD\)_NONE//g' megatron.c | grep -q 'MT_MIXER_[A-Z]' || return 1
+    [ ! -s "$work/out" ]
+}
+
+# Nor do wings and kernels. Options know their own rows, Mamba-2's options, the letters of patterns, and, before layers
+# are listed, the number of experts that they are given; files of others have their names of arguments and modules.
+wings_name_no_kind() {
+    : >"$work/out"
     for file in data/*/*.[ch] cuda/*.cu cuda/*.cuh; do
-        case $file in data/options/option_finish.c | data/checkpoint/megatron_tensors.c) continue ;; esac
-        sed 's/MT_\(MIXER\|FEED_FORWARD\)_NONE//g' "$file" | grep -n 'MT_MIXER_[A-Z]\|MT_FEED_FORWARD_[A-Z]' |
-            sed "s|^|$file:|" >>"$work/out"
+        case $file in
+        data/options/option_finish.c | data/checkpoint/megatron_tensors.c) continue ;;
+        data/options/option_table.c | data/models/hf_config.c | data/checkpoint/megatron_args.c) kinds='' ;;
+        data/checkpoint/megatron_written.c) kinds='' ;;
+        *) kinds='|MT_VARIANT_[A-Z]|multi_latent_attention' ;;
+        esac
+        case $file in # of options that are not finished
+        data/options/option_roles.c | data/options/role_sizes.c | data/plan/layouts.c) ;;
+        data/models/hf_config.c | data/learn/rl.c | data/learn/stage.c) ;;
+        *) kinds="$kinds|(stack[.]|o->|options->|s->)num_experts *[><=!]" ;;
+        esac
+        sed 's/MT_\(MIXER\|FEED_FORWARD\)_NONE//g' "$file" |
+            grep -nE "MT_MIXER_[A-Z]|MT_FEED_FORWARD_[A-Z]$kinds" | sed "s|^|$file:|" >>"$work/out"
     done
     [ ! -s "$work/out" ]
 }
@@ -220,6 +241,7 @@ done
 check companions_compile_alone companions_compile_alone
 check opens_no_file opens_no_file
 check trunk_names_no_kind trunk_names_no_kind
+check wings_name_no_kind wings_name_no_kind
 check stack_reads_its_options stack_reads_its_options
 check old_gpus_are_left_out old_gpus_are_left_out
 objects=${MT_TESTS:-build/tests}/..

@@ -855,7 +855,7 @@ void mt_adapter_warn(const mt_options *o, FILE *out) {
     mt_param *rows;
     char module[160] = "";
     // peft asks for the family: a DeepSeek-V3 without experts is treated alike
-    if (o->lora_rank == 0 || (o->num_experts == 0 && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
+    if (o->lora_rank == 0 || (!mt_has_experts(o) && o->hf_family != MT_HF_DEEPSEEK_V3)) return;
     int64_t count = mt_params_build(&rows, o, NULL);
     for (int64_t i = 0; i < count && !*module; i++) {
         if (!rows[i].can_adapt || !mt_role_has_adapters(o, rows[i].role) || rows[i].unit == MT_UNIT_EXPERTS) continue;

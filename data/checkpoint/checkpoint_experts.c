@@ -137,7 +137,7 @@ int mt_experts_unstack(mt_safetensors *set, const mt_run_options *o, mt_error *e
     int64_t all = mt_safetensors_count(set);
     bool stacked = false;
     for (int64_t i = 0; i < all && !stacked; i++) stacked = mt_stack_find(mt_safetensors_get(set, i)->name);
-    if (!stacked || o->stack.num_experts == 0) return 0;
+    if (!stacked || !mt_has_experts(&o->stack)) return 0;
     mt_param *rows;
     int status = 0;
     int64_t count = mt_params_build(&rows, &o->stack, NULL);

@@ -159,15 +159,26 @@ typedef struct mt_fp8_changes {
     int64_t saved_length; // of the histories
 } mt_fp8_changes;
 
+/* The tensor of a linear, or NULL. The linear of a mixer's input had a name for each mixer in files of versions before
+ * 2.0. */
+static const mt_tensor_info *mt_fp8_find(const mt_safetensors *set, const mt_fp8_key *key, const char *part) {
+    static const char *const older[] = {"delta_in", "short_in", "mamba_in"};
+    char name[96];
+    snprintf(name, sizeof name, "layers.%lld.%s.%s", (long long)key->layer, key->linear, part);
+    const mt_tensor_info *tensor = mt_safetensors_find(set, name);
+    for (size_t i = 0; i < sizeof older / sizeof *older && !tensor && strcmp(key->linear, "mixer_in") == 0; i++) {
+        snprintf(name, sizeof name, "layers.%lld.%s.%s", (long long)key->layer, older[i], part);
+        tensor = mt_safetensors_find(set, name);
+    }
+    return tensor;
+}
+
 /* Sets linear i of the state, which is fresh. If the checkpoint has another number of data-parallel ranks, it takes the
  * least of their scales and the largest of their histories. */
 static int mt_fp8_linear_load(mt_fp8_state *state, int64_t i, const mt_safetensors *set, const mt_tensor_info *largest,
                               const mt_group *data, bool each_rank, mt_fp8_changes *changes, mt_error *error) {
-    char name[96];
-    snprintf(name, sizeof name, "layers.%lld.%s.scale", (long long)state->keys[i].layer, state->keys[i].linear);
-    const mt_tensor_info *scale = mt_safetensors_find(set, name);
-    snprintf(name, sizeof name, "layers.%lld.%s.amax_history", (long long)state->keys[i].layer, state->keys[i].linear);
-    const mt_tensor_info *history = mt_safetensors_find(set, name);
+    const mt_tensor_info *scale = mt_fp8_find(set, &state->keys[i], "scale");
+    const mt_tensor_info *history = mt_fp8_find(set, &state->keys[i], "amax_history");
     if (!scale && !history) {
         changes->fresh++;
         return 0;

@@ -327,11 +327,11 @@ static double mt_yarn_mscale_of(const mt_options *o) {
 static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_grid *grid, const mt_run_state *state,
                                bool states, mt_dtype dtype) {
     const mt_options *s = &o->stack;
-    bool experts = s->num_experts > 0;
+    bool experts = mt_has_experts(s);
     mt_object_begin(p, "argparse\nNamespace");
     for (const mt_written_arg *arg = mt_written_args; arg->key; arg++) {
         mt_arg_when when = arg->when;
-        if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !s->multi_latent_attention)) continue;
+        if ((when == MT_ARG_EXPERTS && !experts) || (when == MT_ARG_LATENT && !mt_is_latent(s))) continue;
         if ((when == MT_ARG_LINEAR && !s->linear_layers) || (when == MT_ARG_HYBRID && !s->hybrid_layers)) continue;
         mt_pickle_text(p, arg->key);
         mt_arg_write(p, o, mt_option_of(arg->offset), when);
@@ -343,8 +343,8 @@ static void mt_dist_write_args(mt_pickler *p, const mt_run_options *o, const mt_
     mt_item_bool(p, "add_position_embedding", s->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE);
     mt_item_bool(p, "use_rotary_position_embeddings", s->position_embedding_type == MT_POSITION_ROPE);
     if (s->softmax_scale > 0) mt_item_real(p, "softmax_scale", s->softmax_scale);
-    mt_item_bool(p, "rotary_interleaved", s->rotary_interleaved && !s->multi_latent_attention); // which always has it
-    if (s->multi_latent_attention) {
+    mt_item_bool(p, "rotary_interleaved", s->rotary_interleaved && !mt_is_latent(s)); // which always has it
+    if (mt_is_latent(s)) {
         bool is_scaled = s->rope_scaling_type == MT_ROPE_SCALING_YARN;
         mt_item_text(p, "rope_type", is_scaled ? "yarn" : "rope");
         mt_item_real(p, "rotary_scaling_factor", is_scaled ? s->rope_scaling_factor : 1);
@@ -479,7 +479,7 @@ void mt_dist_common_make(const mt_run_options *o, const mt_grid *grid, const mt_
         mt_pickle_text(&p, "opt_param_scheduler");
         mt_schedule_write(&p, o, state);
         mt_pickle_text(&p, "optimizer");
-        if (o->stack.num_experts > 0 && o->stack.expert_model_parallel_size > 1) { // experts have their own optimizer
+        if (mt_has_experts(&o->stack) && o->stack.expert_model_parallel_size > 1) { // experts have their own optimizer
             mt_dict_begin(&p);
             for (int i = 0; i < 2; i++) {
                 mt_pickle_int(&p, i);

@@ -252,8 +252,8 @@ static int mt_core_name_index(const mt_param *param, const mt_options *o) {
         const char *name = mt_core_names[i].name;
         bool fits = mt_core_names[i].role == param->role, of_mixer = strstr(name, mixer->module) != NULL;
         if (param->role == MT_INPUT_NORM || param->role == MT_INPUT_NORM_BIAS || param->role == MT_Q)
-            fits = fits && (o->multi_latent_attention ? !strstr(name, ".linear_qkv.") && !strstr(name, ".in_proj.")
-                                                      : of_mixer && strstr(name, mixer->first));
+            fits = fits && (mt_is_latent(o) ? !strstr(name, ".linear_qkv.") && !strstr(name, ".in_proj.")
+                                            : of_mixer && strstr(name, mixer->first));
         if (param->role == MT_O) fits = fits && of_mixer && strstr(name, mixer->last);
         if (param->role == MT_A_LOG || param->role == MT_DT_BIAS) fits = fits && of_mixer;
         if (param->role == MT_FINAL_NORM || param->role == MT_FINAL_NORM_BIAS)
@@ -372,7 +372,7 @@ static bool mt_core_has_argument(const mt_option *row) {
 /* An error if the arguments would not describe the model. */
 static int mt_core_check_arguments(const mt_run_options *run, mt_error *error) {
     const mt_options *o = &run->stack;
-    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, is_latent = o->multi_latent_attention;
+    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3, is_latent = mt_is_latent(o);
     bool differs =
         o->rope_low_freq_factor != 1 || o->rope_high_freq_factor != 4 || o->original_max_position_embeddings != 8192;
     for (const mt_option *row = mt_option_table; row->help; row++) {
@@ -428,7 +428,7 @@ int mt_core_check(const mt_run_options *run, bool states, mt_error *error) {
     mt_param *rows;
     int64_t count = mt_params_build(&rows, &run->stack, NULL);
     int status = mt_core_check_arguments(run, error);
-    if (status == 0 && run->stack.multi_latent_attention && !run->stack.rotary_interleaved)
+    if (status == 0 && mt_is_latent(&run->stack) && !run->stack.rotary_interleaved)
         status = mt_error_set(error, "--ckpt-format torch_dist: latent attention of Megatron-Core rotates neighbouring "
                                      "channels; give --rotary-interleaved, or leave --ckpt-format out");
     if (status == 0 && run->stack.hf_family == MT_HF_MIMO && run->stack.mtp_num_layers > 0)

@@ -531,8 +531,8 @@ mt_data_config mt_data_config_of(const mt_run_options *o, int64_t eod_id) {
                              .rank_tokens = o->max_seqlen_per_dp_cp_rank,
                              .slot_group = o->stack.microbatch_group_size_per_virtual_pipeline_stage,
                              .slot_rest = o->stack.pipeline_model_parallel_size,
-                             .meets =
-                                 o->stack.num_experts > 0 || o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
+                             .meets = mt_has_experts(&o->stack) ||
+                                      o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
                              .work = mt_token_work_of(&o->stack)};
     config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, iterations);
     config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * mt_eval_batch_size(o);

@@ -487,7 +487,7 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
 static int check_sequences(const mt_loader *loader, const mt_batch *batch, mt_error *error) {
     if (!loader->config->options) return 0;
     const mt_options *o = &loader->config->options->stack;
-    if (o->num_experts == 0 || !mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS)) return 0;
+    if (!mt_has_experts(o) || !mt_balances_by(o, MT_BALANCING_SEQ_AUX_LOSS)) return 0;
     int64_t padded = mt_rank_tokens(o, batch->num_tokens) * o->context_parallel_size, longest = 64; // see mt_batch_pad
     int64_t sequences = batch->num_spans + mt_divide_up(padded - batch->num_tokens, longest);
     int64_t room = mt_rank_tokens(o, loader->micro_batch_size * loader->config->seq_length);

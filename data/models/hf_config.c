@@ -1709,7 +1709,7 @@ static void mt_config_read_megatron(mt_config *config, mt_run_options *shape) {
     mt_hf_key key;
     for (const mt_option *row = mt_option_table; row->help; row++)
         if (mt_hf_key_of(&key, name, row)) mt_config_read_keys(config, config->root, &key, 1, MEGATRON, shape);
-    bool is_older = shape->stack.multi_latent_attention && !json_object_get(config->root, "latent_norm_epsilon");
+    bool is_older = mt_is_latent(&shape->stack) && !json_object_get(config->root, "latent_norm_epsilon");
     if (is_older) shape->stack.latent_norm_epsilon = 1e-6; // which these norms always had
     shape->mtp_layers_stored = mt_num_mtp_modules(&shape->stack);
 }

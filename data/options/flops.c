@@ -17,8 +17,8 @@ mt_token_work mt_token_work_of(const mt_options *options) {
     // Without the padding that depends on the layout: any has the same micro-batches.
     one.padded_vocab_size = many.padded_vocab_size = options->vocab_size;
     one.seq_length = 1, many.seq_length = 1 << 20;
-    bool is_sparse = options->experimental_attention_variant == MT_VARIANT_DSA;
-    int64_t bend = is_sparse ? options->dsa_indexer_topk : options->window_size; // linear from there on
+    int64_t selected = mt_num_selected_keys(options);
+    int64_t bend = selected > 0 ? selected : options->window_size; // linear from there on
     if (bend > 0 && bend < many.seq_length) one.seq_length = bend;
     double least = (double)one.seq_length, most = (double)many.seq_length;
     double short_rate = mt_flops(&one, 1) / least, long_rate = mt_flops(&many, 1) / most;

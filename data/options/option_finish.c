@@ -166,7 +166,7 @@ static int mt_options_list_module(mt_run_options *o, mt_error *error) {
             "(*), an MLP (-) or experts (E), or attention and one of these: *E",
             letters ? letters : "missing",
             letters ? "" : ", and --mtp-num-layers with --hybrid-override-pattern needs it");
-    if (kind.feed_forward == MT_FEED_FORWARD_EXPERTS && mt_num_expert_layers(&o->stack) == 0)
+    if (mt_feed_forward_routes(kind.feed_forward) && mt_num_expert_layers(&o->stack) == 0)
         return mt_error_set(error,
                             "--mtp-hybrid-override-pattern %s has experts (E), and --hybrid-override-pattern has "
                             "none; give its layers some, or leave them out of the modules",
@@ -306,8 +306,7 @@ static int mt_options_list_linear_layers(mt_run_options *o, mt_error *error) {
     mt_string_set(&o->stack.linear_layers, NULL);
     if (o->stack.experimental_attention_variant == MT_VARIANT_GDN)
         o->stack.experimental_attention_variant = MT_VARIANT_GATED_DELTA_NET;
-    if (o->stack.num_layers == 0 || o->stack.experimental_attention_variant == MT_VARIANT_NONE) return 0;
-    if (o->stack.experimental_attention_variant == MT_VARIANT_DSA) return 0; // all layers
+    if (o->stack.num_layers == 0 || !mt_variant_is_listed(o->stack.experimental_attention_variant)) return 0;
     if (!o->linear_attention_freq)
         return mt_error_set(error,
                             "--experimental-attention-variant needs --linear-attention-freq, the layers that have it: "
@@ -611,7 +610,7 @@ static int mt_options_resolve(mt_run_options *o, mt_program program, mt_error *e
     if ((o->recompute_activations || o->moe_layer_recompute) && !full)
         o->stack.recompute_granularity = MT_RECOMPUTE_SELECTIVE;
     if (o->moe_layer_recompute && !full) o->stack.recompute_modules |= MT_MODULE_MOE;
-    bool routes = program != MT_PROGRAM_INFER && o->stack.num_experts > 0 && o->stack.tensor_model_parallel_size > 1;
+    bool routes = program != MT_PROGRAM_INFER && mt_has_experts(&o->stack) && o->stack.tensor_model_parallel_size > 1;
     if (!routes || o->stack.sequence_parallel) return 0;
     if (MT_GIVEN(o, stack.sequence_parallel))
         return mt_error_set(error, "--num-experts with --tensor-model-parallel-size of 2 or more needs "
@@ -653,7 +652,7 @@ int mt_options_open_tokenizer(mt_tokenizer **out, const mt_run_options *o, mt_er
 
 /* In Megatron-LM, RoPE of latent attention is scaled by YaRN, from 4096 positions, wherever a factor is given. */
 static void mt_options_scale_latent_rope(mt_run_options *o) {
-    bool has_factor = o->stack.multi_latent_attention && MT_GIVEN(o, stack.rope_scaling_factor);
+    bool has_factor = mt_is_latent(&o->stack) && MT_GIVEN(o, stack.rope_scaling_factor);
     if (!has_factor || o->use_rope_scaling || MT_GIVEN(o, stack.rope_scaling_type) ||
         o->stack.rope_scaling_type != MT_ROPE_SCALING_NONE)
         return;
@@ -703,7 +702,7 @@ static void mt_options_drop_ignored(mt_run_options *o) {
     if (by_steps && o->train_epochs > 0 && mt_options_set_by(o, "train-epochs", "num-train-epochs"))
         mt_option_reset(o, mt_option_of(MT_AT(train_epochs))), o->ignores_train_epochs = true;
     // of Megatron-LM, whose latent attention has RoPE with it too
-    if (o->stack.multi_latent_attention && o->stack.position_embedding_type == MT_POSITION_NONE &&
+    if (mt_is_latent(&o->stack) && o->stack.position_embedding_type == MT_POSITION_NONE &&
         mt_options_set_by(o, "position-embedding-type", "no-position-embedding)"))
         o->stack.position_embedding_type = MT_POSITION_ROPE;
     bool no_softmax = o->stack.num_experts > 0 && o->stack.moe_router_score_function != MT_SCORE_SOFTMAX;
@@ -717,7 +716,7 @@ static void mt_options_drop_ignored(mt_run_options *o) {
         mt_option_reset(o, mt_option_of(MT_AT(stack.num_layers_at_end_in_bf16)));
     }
     // of Megatron-Core, whose latent attention rotates neighbouring channels
-    bool is_begun_here = !o->load && !o->hf_config && o->stack.multi_latent_attention;
+    bool is_begun_here = !o->load && !o->hf_config && mt_is_latent(&o->stack);
     if (is_begun_here && o->save && o->ckpt_format == MT_CHECKPOINT_TORCH_DIST &&
         !MT_GIVEN(o, stack.rotary_interleaved))
         o->stack.rotary_interleaved = true;

@@ -33,23 +33,20 @@ void mt_options_derive_sizes(mt_run_options *o) {
         o->stack.ffn_hidden_size = gated ? 4 * o->stack.hidden_size * 2 / 3 / 64 * 64 : 4 * o->stack.hidden_size;
     bool one_group = o->group_query_attention && !MT_GIVEN(o, stack.num_query_groups);
     if (o->stack.num_query_groups == 0) o->stack.num_query_groups = one_group ? 1 : o->stack.num_attention_heads;
-    if (o->stack.multi_latent_attention) {
+    if (mt_is_latent(&o->stack)) {
         o->stack.kv_channels = o->stack.qk_head_dim + o->stack.qk_pos_emb_head_dim;
         if (o->stack.latent_norm_epsilon == 0) o->stack.latent_norm_epsilon = o->stack.norm_epsilon; // as in Megatron
     }
     if (o->stack.kv_channels == 0 && o->stack.num_attention_heads > 0)
         o->stack.kv_channels = o->stack.hidden_size / o->stack.num_attention_heads;
-    bool has_mamba = o->hybrid_override_pattern || o->stack.experimental_attention_variant == MT_VARIANT_MAMBA2;
-    if (o->stack.mamba_num_heads == 0 && has_mamba)
-        o->stack.mamba_num_heads =
-            mt_max(2 * o->stack.hidden_size / o->stack.mamba_head_dim, 1); // as Megatron's --expand 2
+    mt_mixers_derive(&o->stack, o->hybrid_override_pattern != NULL);
     if (o->stack.value_channels == o->stack.kv_channels) o->stack.value_channels = 0;
 }
 
 void mt_options_derive_biases(mt_run_options *o) {
     if (!o->add_bias_linear) return;
     o->stack.attention_output_bias = o->stack.mlp_bias = true;
-    o->stack.add_qkv_bias = !o->stack.multi_latent_attention; // as in Megatron
+    o->stack.add_qkv_bias = !mt_is_latent(&o->stack); // as in Megatron
 }
 
 /* Sizes and biases of the model. */
@@ -69,11 +66,11 @@ static int mt_options_derive_model(mt_run_options *o, mt_error *error) {
     if (MT_CHECK_CONSTRAINTS(before, error)) return -1;
     const mt_multiple multiples[] = {
         {"--hidden-size", C, "--num-attention-heads (without --kv-channels) =",
-         o->stack.kv_channels == 0 && !o->stack.multi_latent_attention ? heads : 1},
+         o->stack.kv_channels == 0 && !mt_is_latent(&o->stack) ? heads : 1},
         {"--num-attention-heads", heads, "--num-query-groups", mt_max(groups, 1)},
         {"--num-attention-heads", heads, "--window-num-query-groups", mt_max(o->stack.window_num_query_groups, 1)},
         {"--num-query-groups", groups,
-         "--num-attention-heads (for --multi-latent-attention) =", o->stack.multi_latent_attention ? heads : 1},
+         "--num-attention-heads (for --multi-latent-attention) =", mt_is_latent(&o->stack) ? heads : 1},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
     mt_options_derive_sizes(o);
@@ -96,10 +93,10 @@ static int mt_options_derive_rope(mt_run_options *o, mt_error *error) {
          yarn = o->stack.rope_scaling_type == MT_ROPE_SCALING_YARN;
     int64_t channels = (int64_t)((double)o->stack.kv_channels * o->stack.rotary_percent),
             latent = o->stack.qk_pos_emb_head_dim;
-    if (o->stack.position_embedding_type != MT_POSITION_ROPE && !o->stack.multi_latent_attention) return 0;
-    if (o->stack.multi_latent_attention) channels = latent;
+    if (o->stack.position_embedding_type != MT_POSITION_ROPE && !mt_is_latent(&o->stack)) return 0;
+    if (mt_is_latent(&o->stack)) channels = latent;
     const mt_multiple multiples[] = {
-        {"--qk-pos-emb-head-dim", latent, NULL, o->stack.multi_latent_attention ? 2 : 1},
+        {"--qk-pos-emb-head-dim", latent, NULL, mt_is_latent(&o->stack) ? 2 : 1},
         {"--kv-channels x --rotary-percent (for RoPE) =", channels, NULL, 2},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
@@ -239,7 +236,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
         {"--moe-shared-expert-intermediate-size", o->moe_shared_expert_intermediate_size, tensor, tp},
         {"the number of ranks", world_size,
          "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size =",
-         o->num_experts > 0 ? ep * etp * pp : 1},
+         mt_has_experts(o) ? ep * etp * pp : 1},
     };
     return MT_CHECK_MULTIPLES(rows, error);
 }
@@ -248,7 +245,7 @@ static int mt_options_check_multiples(const mt_options *o, int64_t world_size, m
 static int mt_options_check_mapping(const mt_options *o, mt_error *error) {
     long long model = o->tensor_model_parallel_size * o->context_parallel_size;
     long long experts = o->expert_model_parallel_size * mt_max(o->expert_tensor_parallel_size, 1);
-    bool alike = o->num_experts == 0 || o->pipeline_model_parallel_size == 1 || model == experts;
+    bool alike = !mt_has_experts(o) || o->pipeline_model_parallel_size == 1 || model == experts;
     if (!o->use_tp_pp_dp_mapping || alike) return 0;
     return mt_error_set(error,
                         "--use-tp-pp-dp-mapping with experts needs --tensor-model-parallel-size x "
@@ -260,7 +257,7 @@ static int mt_options_check_mapping(const mt_options *o, mt_error *error) {
 /* A module that predicts several tokens counts its choices once for each: one rank would count those of the second
  * before the next micro-batch's first, and data-parallel ranks compute both at the same time. */
 static int mt_options_check_repeated(const mt_options *o, mt_error *error) {
-    bool repeats = o->mtp_use_repeated_layer && o->mtp_num_layers > 1 && o->num_experts > 0;
+    bool repeats = o->mtp_use_repeated_layer && o->mtp_num_layers > 1 && mt_has_experts(o);
     if (!repeats || o->data_parallel_size == 1 || !mt_balances_by(o, MT_BALANCING_GLOBAL_AUX_LOSS)) return 0;
     return mt_error_set(error,
                         "--mtp-use-repeated-layer with --moe-router-load-balancing-type global_aux_loss needs a "
@@ -279,9 +276,9 @@ static int mt_options_derive_parallel(mt_options *o, int64_t world_size, mt_erro
 
 static int mt_options_check_latents(const mt_options *o, mt_error *error) {
     const mt_constraint rules[] = {
-        {o->multi_latent_attention && o->qk_layernorm && o->normalization != MT_RMSNORM,
+        {mt_is_latent(o) && o->qk_layernorm && o->normalization != MT_RMSNORM,
          "--multi-latent-attention with --qk-layernorm needs --normalization RMSNorm, not LayerNorm"},
-        {o->rotary_interleaved && o->position_embedding_type != MT_POSITION_ROPE && !o->multi_latent_attention,
+        {o->rotary_interleaved && o->position_embedding_type != MT_POSITION_ROPE && !mt_is_latent(o),
          "--rotary-interleaved needs --position-embedding-type rope"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
@@ -390,7 +387,7 @@ static int mt_options_derive_upcycling(mt_run_options *o, mt_error *error) {
 static int mt_options_derive_experts(mt_run_options *o, int64_t world_size, mt_error *error) {
     int64_t tp = o->stack.tensor_model_parallel_size,
             others = o->stack.expert_model_parallel_size * o->stack.pipeline_model_parallel_size;
-    if (o->stack.num_experts == 0) return 0;
+    if (!mt_has_experts(&o->stack)) return 0;
     if (mt_options_derive_upcycling(o, error)) return -1;
     if (o->stack.moe_ffn_hidden_size == 0) o->stack.moe_ffn_hidden_size = o->stack.ffn_hidden_size;
     if (mt_balances_by(&o->stack, MT_BALANCING_QUANTILE) && o->stack.moe_router_enable_expert_bias &&
@@ -422,6 +419,13 @@ int64_t mt_row_length(const mt_options *o) {
     return o->seq_length * (mt_trains_on_pairs(o) ? 2 : 1);
 }
 
+/* A query of a sliding window sees few blocks of a ring, and one that selects keys may see any. */
+static void mt_options_derive_cp_comm_type(mt_run_options *o) {
+    bool gathers = o->stack.window_size > 0 || mt_num_selected_keys(&o->stack) > 0;
+    if (gathers && o->stack.context_parallel_size > 1 && !MT_GIVEN(o, stack.cp_comm_type))
+        o->stack.cp_comm_type = MT_CP_ALL_GATHER;
+}
+
 /* Context parallelism: the ranks that exchange tokens for heads, and the layouts that a sliding window allows. With one
  * context rank --cp-comm-type has no effect, as in Megatron. */
 static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
@@ -438,11 +442,9 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
                             (long long)cp);
     if (mt_has_states(&o->stack) && a2a > 1 && a2a < cp)
         return mt_error_set(error,
-                            "--cp-comm-type a2a+p2p does not run with %s, whose states pass along one ring of ranks; "
-                            "take p2p, all_gather or a2a",
-                            o->stack.linear_layers ? "--experimental-attention-variant"
-                                                   : "the Mamba-2 layers of "
-                                                     "--hybrid-override-pattern");
+                            "--cp-comm-type a2a+p2p does not run with layers of %s, whose states pass along one ring "
+                            "of ranks; take p2p, all_gather or a2a",
+                            mt_mixer_name(mt_first_with_states(&o->stack)));
     const char *ranks = "the ranks over which --cp-comm-type a2a splits them,", *advice = "take p2p or all_gather";
     const mt_multiple multiples[] = {
         {"--num-attention-heads / --tensor-model-parallel-size =", heads, ranks, a2a, advice},
@@ -451,26 +453,18 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
          a2a, advice},
     };
     if (MT_CHECK_MULTIPLES(multiples, error)) return -1;
-    bool chosen = MT_GIVEN(o, stack.cp_comm_type);
-    bool sparse = o->stack.experimental_attention_variant == MT_VARIANT_DSA;
-    if ((o->stack.window_size > 0 || sparse) && cp > 1 && !chosen) o->stack.cp_comm_type = MT_CP_ALL_GATHER;
     if (o->stack.window_size > 0 && cp > a2a && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
                             "apart; take all_gather or a2a",
                             (long long)o->stack.window_size, hierarchical ? "a2a+p2p" : "p2p");
-    if (sparse && cp > 1 && o->stack.cp_comm_type != MT_CP_ALL_GATHER)
-        return mt_error_set(error,
-                            "--experimental-attention-variant dsa with --context-parallel-size %lld needs "
-                            "--cp-comm-type all_gather: a query may select any key of its sequence",
-                            (long long)cp);
     o->stack.context_a2a_size = a2a;
     if (!o->stack.dynamic_context_parallel) return 0;
     if (!MT_GIVEN(o, max_seqlen_per_dp_cp_rank))
         o->max_seqlen_per_dp_cp_rank = mt_rank_tokens(&o->stack, o->stack.micro_batch_size * mt_row_length(&o->stack));
     int64_t smallest = o->min_dynamic_context_parallel_size, most = o->max_seqlen_per_dp_cp_rank;
-    bool balances = o->stack.num_experts > 0 && (mt_balances_by(&o->stack, MT_BALANCING_SEQ_AUX_LOSS) ||
-                                                 mt_balances_by(&o->stack, MT_BALANCING_SINKHORN));
+    bool balances = mt_has_experts(&o->stack) && (mt_balances_by(&o->stack, MT_BALANCING_SEQ_AUX_LOSS) ||
+                                                  mt_balances_by(&o->stack, MT_BALANCING_SINKHORN));
     const mt_constraint rules[] = {
         {(cp & (cp - 1)) != 0 || cp > 2 << MT_CONTEXT_BLOCKS,
          "--dynamic-context-parallel needs a power of two up to %lld as --context-parallel-size, not %lld",
@@ -493,7 +487,7 @@ static int mt_options_derive_context(mt_run_options *o, mt_error *error) {
          "--dynamic-context-parallel and --dataloader-type cyclic exclude each other; leave one out"},
         {balances, "--dynamic-context-parallel gives the ranks of a context group different samples, which "
                    "--moe-router-load-balancing-type seq_aux_loss and sinkhorn do not distinguish; take aux_loss"},
-        {o->stack.num_experts > 0 && o->stack.moe_expert_capacity_factor > 0,
+        {mt_has_experts(&o->stack) && o->stack.moe_expert_capacity_factor > 0,
          "--moe-expert-capacity-factor counts the tokens of a context group, whose ranks have different samples with "
          "--dynamic-context-parallel; leave one out"},
     };
@@ -1111,7 +1105,7 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
             page = o->inference_dynamic_batching_block_size;
     if (!o->bitwise_rollouts) return 0;
     int64_t etp = s->expert_tensor_parallel_size > 0 ? s->expert_tensor_parallel_size : tp;
-    int64_t flexes = s->num_experts > 0 ? etp * s->expert_model_parallel_size : 1;
+    int64_t flexes = mt_has_experts(s) ? etp * s->expert_model_parallel_size : 1;
     for (int64_t i = 0; i < s->num_layers; i++) {
         mt_mixer_kind mixer = mt_layer_kind_of(s, i).mixer;
         if (mt_mixer_is_bitwise(mixer)) continue;
@@ -1133,7 +1127,7 @@ static int mt_options_check_bitwise(const mt_run_options *o, mt_error *error) {
          {s->context_parallel_size}},
         {s->fp8_format != MT_FP8_OFF,
          "--bitwise-rollouts: the scales of --fp8-format depend on the batch; leave one of them out"},
-        {s->num_experts > 0 && s->moe_expert_capacity_factor > 0,
+        {mt_has_experts(s) && s->moe_expert_capacity_factor > 0,
          "--bitwise-rollouts: --moe-expert-capacity-factor drops tokens that the generator keeps; leave it out"},
         {flexes > 2 && s->moe_token_dispatcher_type == MT_DISPATCHER_FLEX,
          "--bitwise-rollouts: --moe-token-dispatcher-type flex adds up the parts of %lld ranks in an order that "
@@ -1239,7 +1233,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
         {o->adv_estimator == MT_ADV_OPTIMAL_TOKEN_BASELINE && o->bypass_mode,
          "--adv-estimator optimal_token_baseline reads the old policy's distributions, which --bypass-mode does not "
          "compute; leave one of them out"},
-        {replays && o->stack.num_experts == 0,
+        {replays && !mt_has_experts(&o->stack),
          "--router-replay: the model has no experts, so there is nothing to replay; leave it out"},
         {replays && o->device == MT_DEVICE_CUDA,
          "--router-replay is for the CPU: give --device cpu, or correct the difference by --rollout-is"},
@@ -1322,6 +1316,7 @@ int mt_options_derive(mt_run_options *o, mt_program program, int64_t world_size,
     if (mt_options_check_attention(&o->stack, program, error) || mt_options_derive_experts(o, world_size, error))
         return -1;
     if (mt_options_check_latents(&o->stack, error)) return -1;
+    mt_options_derive_cp_comm_type(o);
     if (mt_mixers_check(&o->stack, error)) return -1;
     if (mt_options_derive_parallel(&o->stack, world_size, error) || mt_options_derive_context(o, error)) return -1;
     if (mt_options_derive_pipeline(o, error) || mt_vision_check(&o->stack, error)) return -1;

@@ -38,9 +38,9 @@ static void mt_options_print_idle_common(const mt_run_options *o, FILE *file) {
         fprintf(file, "--%s has no effect: it needs %s\n", o->unmet_arguments.items[i],
                 o->unmet_arguments.items[i + 1]);
     const mt_idle_option options[] = {
-        {o->stack.num_experts == 0 && MT_GIVEN(o, stack.expert_tensor_parallel_size), "expert-tensor-parallel-size",
+        {!mt_has_experts(&o->stack) && MT_GIVEN(o, stack.expert_tensor_parallel_size), "expert-tensor-parallel-size",
          "no layer has experts"},
-        {o->stack.multi_latent_attention && MT_GIVEN(o, stack.kv_channels), "kv-channels",
+        {mt_is_latent(&o->stack) && MT_GIVEN(o, stack.kv_channels), "kv-channels",
          "heads of latent attention have --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim"},
         {o->stack.context_parallel_size == 1 && MT_GIVEN(o, stack.cp_comm_type), "cp-comm-type",
          "--context-parallel-size is 1"},
@@ -160,7 +160,7 @@ static void mt_options_print_idle(const mt_run_options *o, FILE *file) {
         {!one && o->stack.ddp_bucket_size > 0 && o->stack.data_parallel_sharding_strategy >= MT_SHARD_GRADS,
          "ddp-bucket-size", "a layer's gradients are sharded before the next layer's are computed"},
         {o->stack.window_size >= o->stack.seq_length, "window-size", "no sequence is longer"},
-        {o->stack.multi_latent_attention && !o->stack.qk_layernorm && MT_GIVEN(o, stack.latent_norm_epsilon),
+        {mt_is_latent(&o->stack) && !o->stack.qk_layernorm && MT_GIVEN(o, stack.latent_norm_epsilon),
          "latent-norm-epsilon", "latents have no norms without --qk-layernorm"},
         {constant && MT_GIVEN(o, stack.min_lr), "min-lr", "--lr-decay-style is constant"},
         {constant && MT_GIVEN(o, stack.lr_decay_iters), "lr-decay-iters", "--lr-decay-style is constant"},
@@ -208,7 +208,7 @@ static void mt_options_print_idle_roles(const mt_run_options *o, FILE *file) {
         {o->stack.stage == MT_STAGE_DPO && rests && mt_options_refer_to_base(o),
          "param-offload, grad-offload, optimizer-offload",
          "no other model works: the reference is this one with its adapters switched off"},
-        {o->ref_expert_model_parallel_size > 1 && o->stack.num_experts == 0, "ref-expert-model-parallel-size",
+        {o->ref_expert_model_parallel_size > 1 && !mt_has_experts(&o->stack), "ref-expert-model-parallel-size",
          "no layer has experts"},
     };
     mt_idle_options_print(options, sizeof options / sizeof *options, file);
@@ -300,7 +300,7 @@ void mt_options_warn_defaults(const mt_run_options *o, mt_program program, FILE 
 
 static void mt_options_print_chosen(const mt_run_options *o, FILE *file) {
     long long tp = o->stack.tensor_model_parallel_size, etp = o->stack.expert_tensor_parallel_size;
-    bool experts = o->stack.num_experts > 0;
+    bool experts = mt_has_experts(&o->stack);
     if (experts && o->stack.sequence_parallel && !MT_GIVEN(o, stack.sequence_parallel))
         fprintf(
             file,

@@ -736,9 +736,9 @@ static bool mt_sim_group_is_unused(mt_group_kind kind, const mt_options *o) {
     case MT_GROUP_EXPERT_TENSOR:
     case MT_GROUP_EXPERT_DATA:
     case MT_GROUP_EXPERT_EXCHANGE:
-        return o->num_experts == 0;
+        return !mt_has_experts(o);
     case MT_GROUP_TENSOR_CONTEXT:
-        return o->num_experts == 0 && !(delayed && o->tp_only_amax_red);
+        return !mt_has_experts(o) && !(delayed && o->tp_only_amax_red);
     case MT_GROUP_STAGE:
         return !delayed || o->tp_only_amax_red;
     default:

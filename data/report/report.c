@@ -755,11 +755,11 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, const int *ho
                 length += snprintf(line + length, sizeof line - (size_t)length, "%s%s", length ? " " : "", text);
         }
         const char *name = mt_grid_group((mt_grid *)grid, kind)->name;
-        bool is_absent = strncmp(name, "expert", 6) == 0 && options->num_experts == 0;
+        bool is_absent = strncmp(name, "expert", 6) == 0 && !mt_has_experts(options);
         if (groups > 0 && !is_absent) fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
     }
     if (hosts) print_crossing(&shape, MT_GROUP_TENSOR, world, hosts, file);
-    if (hosts && options->num_experts > 0) print_crossing(&shape, MT_GROUP_EXPERT_TENSOR, world, hosts, file);
+    if (hosts && mt_has_experts(options)) print_crossing(&shape, MT_GROUP_EXPERT_TENSOR, world, hosts, file);
     free(members);
 }
 
@@ -849,7 +849,7 @@ static void print_data(const mt_run_options *o, const mt_run_state *start, const
 
 /* The fast attention kernels of a GPU serve bf16 and fp16, and on small GPUs narrow heads. */
 static void print_slow_attention(const mt_options *o, const mt_ops *ops, FILE *file) {
-    int64_t widest = o->multi_latent_attention ? o->kv_channels + o->qk_pos_emb_head_dim : o->kv_channels;
+    int64_t widest = mt_is_latent(o) ? o->kv_channels + o->qk_pos_emb_head_dim : o->kv_channels;
     if (ops->on_device && !o->bf16 && !o->fp16)
         fprintf(file, "\nAttention in fp32 takes plain kernels on a GPU, which are many times slower; add %s",
                 ops->limits.no_bf16 ? "--fp16" : "--bf16");
@@ -931,7 +931,7 @@ void mt_report_role(const mt_model_role *role, FILE *file) {
         fprintf(file, "%s: a model of its own on tensor %lld x pipeline %lld x data %lld ranks", role->name,
                 (long long)o->tensor_model_parallel_size, (long long)o->pipeline_model_parallel_size,
                 (long long)o->data_parallel_size);
-        if (o->num_experts > 0) fprintf(file, ", experts on %lld", (long long)o->expert_model_parallel_size);
+        if (mt_has_experts(o)) fprintf(file, ", experts on %lld", (long long)o->expert_model_parallel_size);
         fprintf(file, "\n");
         mt_report_plan(role->model, file);
     }
