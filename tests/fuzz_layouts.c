@@ -335,6 +335,9 @@ static const row rl_rows[] = {
     {25, RL, "--rollout-is&--rollout-rs&optimal_token", "--bypass-mode"},
     {20, RL, "", "--bitwise-rollouts"},
     {25, RL, "", "--rollout-lag 1;--rollout-lag 2"},
+    {25, RL, "env-command&remax&optimal_token",
+     "--partial-rollout-max-split 2;--partial-rollout-max-split 5 --max-head-offpolicyness 5;"
+     "--partial-rollout-max-split 3"},
     {20, RL, "",
      "--distillation-in loss --self-distillation lagging --teacher-interval 2;--distillation-in policy-gradient "
      "--distillation-loss-max-clamp 0.1 --self-distillation lagging --teacher-interval 2;--distillation-in advantages "

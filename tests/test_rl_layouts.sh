@@ -9,6 +9,8 @@ export OMP_NUM_THREADS=1
 # The epsilon keeps AdamW from dividing gradients that are rounding errors by their own size.
 every_layout_does_the_same() {
     for method in "--adv-estimator grpo --dynamic-sampling --rollout-lag 1" \
+        "--partial-rollout-max-split 4 --max-new-tokens 8 --temperature 1.8 --rollout-lag 1 --reward regex
+            --reward-pattern [0-4]" \
         "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
         "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --temperature 0.7"; do
         set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
@@ -144,13 +146,19 @@ EOF
         seq-mean-token-sum --chat-template plain
 }
 
-# Killed at random moments, a run that starts again ends with the same weights: with a teacher that lags and batches
-# that wait, which its checkpoints hold.
+# Killed at random moments, a run that starts again ends with the same weights: with a teacher that lags, and batches
+# that wait or responses in progress, which its checkpoints hold.
 a_run_that_is_killed_goes_on_as_before() {
+    ends_as_before --rollout-lag 2 && rm -rf "$work/killed" "$work/unharmed" &&
+        ends_as_before --partial-rollout-max-split 3 --max-new-tokens 8 --temperature 1.8
+}
+
+# ends_as_before OPTIONS...
+ends_as_before() {
     set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --micro-batch-size 4 --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 \
-        --train-iters 12 --rollout-lag 2 --distillation-in policy-gradient --self-distillation lagging \
-        --teacher-interval 4 --adv-estimator gae --keep-checkpoints 3 --save-interval 1
+        --train-iters 12 --distillation-in policy-gradient --self-distillation lagging --teacher-interval 4 \
+        --adv-estimator gae --keep-checkpoints 3 --save-interval 1 "$@"
     # shellcheck disable=SC2086
     "$@" $common --save "$work/unharmed" >"$work/out" 2>"$work/err" || return 1
     starts=0

@@ -98,15 +98,22 @@ struct mt_rl {
     mt_policy_config policy;
     mt_correction correction;
     mt_plan_shape shape; // of micro-batches on the actor's grid
-    /* --rollout-lag: batches that wait for their iteration, the next one first; the file of rank 0's next checkpoint */
-    mt_pending *pending;
-    int64_t num_pending, staleness; // staleness: iterations since the weights that wrote the batch at hand
-    char *saved_pending;
+    /* --rollout-lag: batches that wait for their iteration, the next one first; responses in progress; the file of rank
+     * 0's next checkpoint */
+    mt_waiting waiting;
+    char *saved_waiting;
     int64_t saved_bytes;
+    double staleness; // of the counted tokens of the batch at hand: iterations since the weights that wrote them
+    int64_t most_staleness;
+    double continued; // share of its responses that weights of several iterations wrote
     /* of the iteration */
     // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
     // tokens of the vocabulary; NULL: none
     float *generated;
+    // Of the same tokens, with --partial-rollout-max-split: versions of the weights that wrote them, and the
+    // log-probabilities that training gave those of earlier iterations then
+    int64_t *versions;
+    double *old_logps;
     int64_t rounds;        // of responses
     double drafts[2];      // drafted tokens; those accepted
     mt_mismatch mismatch;  // of generator and training, before the correction
@@ -130,7 +137,8 @@ struct mt_rl {
 
 /* Adds the memory for responses to the plan of a model with `options`. */
 static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
-    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->stack.data_parallel_size);
+    int64_t prompts = mt_max(o->rollout_batch_size, o->over_sampling_batch_size);
+    int64_t responses = mt_divide_up(prompts * o->num_return_sequences, o->stack.data_parallel_size);
     plan->page_rows = o->inference_dynamic_batching_block_size, plan->num_drafts = o->num_speculative_tokens;
     mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
 }
@@ -720,60 +728,96 @@ static char *own_checkpoint(const char *loaded, int64_t iteration) {
     return is_checkpoint ? mt_strdup(loaded) : mt_iteration_path(loaded, iteration);
 }
 
-/* The batches that were saved with the checkpoint of an iteration; a run that began without --rollout-lag has none. */
-static int load_pending(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+/* True if prompts are answered in several iterations. */
+static bool is_partial(const mt_run_options *o) {
+    return o->partial_rollout_max_split > 1;
+}
+
+/* The rollouts that were saved with the checkpoint of an iteration; a run that began without --rollout-lag and
+ * --partial-rollout-max-split has none. */
+static int load_waiting(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const char *loaded = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
-    int64_t most = mt_max(o->rollout_lag, MT_MAX_ROLLOUT_LAG) + 1, bytes;
-    rl->pending = mt_calloc(most * (int64_t)sizeof *rl->pending);
-    if (o->rollout_lag == 0 || state->iteration == 0) return 0;
+    mt_waiting *w = &rl->waiting;
+    int64_t bytes;
+    w->most = mt_max(o->rollout_lag, MT_MAX_ROLLOUT_LAG) + 1, w->partials.each = o->num_return_sequences;
+    w->batches = mt_calloc(w->most * (int64_t)sizeof *w->batches);
+    if (state->iteration == 0) return 0;
     char *folder = own_checkpoint(loaded, state->iteration), *path = mt_path_join(folder, MT_PENDING_FILE);
     bool exists = mt_folder_has(folder, MT_PENDING_FILE);
     char *data = exists ? mt_file_read(path, INT64_C(1) << 40, &bytes, error) : NULL;
     int status = exists && !data ? -1 : 0;
     if (data) {
         mt_error cause;
-        rl->num_pending =
-            mt_pending_read(rl->pending, most, data, bytes, routes_row(rl), &rl->prompts, &rl->rollout_config, &cause);
-        if (rl->num_pending < 0)
+        if (mt_waiting_read(w, data, bytes, routes_row(rl), &rl->prompts, &rl->rollout_config, &cause) != 0)
             status = mt_error_set(error, "%s: %s; remove it to write the next responses anew", path, cause.text);
-        for (int64_t i = 0; i < rl->num_pending; i++)
-            rl->pending[i].routes.num_layers = o->stack.num_layers,
-            rl->pending[i].routes.topk = o->stack.moe_router_topk;
-        rl->num_pending = mt_max(rl->num_pending, 0);
+        for (int64_t i = 0; i < w->count; i++)
+            w->batches[i].routes.num_layers = o->stack.num_layers, w->batches[i].routes.topk = o->stack.moe_router_topk;
     }
+    if (w->partials.count > 0 && !is_partial(o))
+        status =
+            mt_error_set(error,
+                         "%s has responses in progress to %lld prompts: go on with --partial-rollout-max-split, or "
+                         "remove the file to write them anew",
+                         path, (long long)w->partials.count);
+    if (o->rollout_lag == 0 && !is_partial(o)) mt_waiting_clear(w);
     free(data), free(path), free(folder);
     return status;
 }
 
+static int64_t *response_indices(const mt_rl *rl);
+
+/* The versions of the weights that wrote the batch at hand: those of an iteration, unless responses went on. */
+static mt_versions measure_versions(const mt_rl *rl, int64_t iteration) {
+    const mt_rollouts *r = &rl->rollouts;
+    mt_versions v = {.mean = (double)iteration, .oldest = iteration};
+    double sum = 0, counted = 0, continued = 0;
+    if (!rl->versions) return v;
+    int64_t *indices = response_indices(rl), token = 0;
+    for (int64_t t = 0; t < r->T; t++) {
+        if (indices[t] < 0) continue;
+        int64_t version = rl->versions[indices[t]];
+        sum += (double)version, counted += 1, v.oldest = mt_min(v.oldest, version);
+    }
+    for (int64_t s = 0; s < r->count; token += r->response_tokens[s++])
+        continued += rl->versions[token] != rl->versions[token + r->response_tokens[s] - 1];
+    if (counted > 0) v.mean = sum / counted;
+    v.continued = continued / (double)r->count;
+    free(indices);
+    return v;
+}
+
 /* Appends the batch at hand to the pending ones. */
 static void push_batch(mt_rl *rl, int64_t iteration) {
-    rl->pending[rl->num_pending++] = (mt_pending){.rollouts = rl->rollouts,
-                                                  .routes = rl->routes,
-                                                  .iteration = iteration,
-                                                  .rounds = rl->rounds,
-                                                  .mismatch = rl->mismatch,
-                                                  .generation_gap = rl->generation_gap,
-                                                  .cut = rl->cut,
-                                                  .rejected = rl->rejected,
-                                                  .entropy = rl->entropy};
+    rl->waiting.batches[rl->waiting.count++] = (mt_pending){.rollouts = rl->rollouts,
+                                                            .routes = rl->routes,
+                                                            .iteration = iteration,
+                                                            .rounds = rl->rounds,
+                                                            .mismatch = rl->mismatch,
+                                                            .generation_gap = rl->generation_gap,
+                                                            .cut = rl->cut,
+                                                            .rejected = rl->rejected,
+                                                            .entropy = rl->entropy,
+                                                            .versions = measure_versions(rl, iteration)};
     rl->rollouts = (mt_rollouts){0}, rl->routes = (mt_routes){0};
 }
 
 /* The first pending batch becomes the batch at hand. */
 static void pop_batch(mt_rl *rl, int64_t iteration) {
-    mt_pending b = rl->pending[0];
+    mt_waiting *w = &rl->waiting;
+    mt_pending b = w->batches[0];
     mt_rollouts_free(&rl->rollouts), free(rl->routes.experts);
-    memmove(rl->pending, rl->pending + 1, (size_t)--rl->num_pending * sizeof b);
+    memmove(w->batches, w->batches + 1, (size_t)--w->count * sizeof b);
     rl->rollouts = b.rollouts, rl->routes = b.routes, rl->rounds = b.rounds, rl->mismatch = b.mismatch;
     rl->generation_gap = b.generation_gap, rl->cut = b.cut, rl->rejected = b.rejected, rl->entropy = b.entropy;
-    rl->staleness = iteration - b.iteration;
+    rl->staleness = (double)iteration - b.versions.mean, rl->most_staleness = iteration - b.versions.oldest;
+    rl->continued = b.versions.continued;
 }
 
 int mt_rl_write(const mt_rl *rl, const char *folder, mt_error *error) {
-    if (!rl->saved_pending) return 0;
+    if (!rl->saved_waiting) return 0;
     char *path = mt_path_join(folder, MT_PENDING_FILE);
-    int status = mt_file_write(path, rl->saved_pending, rl->saved_bytes, "--save", error);
+    int status = mt_file_write(path, rl->saved_waiting, rl->saved_bytes, "--save", error);
     free(path);
     return status;
 }
@@ -810,7 +854,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_teachers(rl, plan, state, error);
     if (status == 0) status = open_generator(rl, plan, error);
-    if (status == 0) status = mt_agree(&config->grid->world, load_pending(rl, state, error) != 0, error);
+    if (status == 0) status = mt_agree(&config->grid->world, load_waiting(rl, state, error) != 0, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
@@ -846,11 +890,11 @@ void mt_rl_close(mt_rl *rl) {
     free(rl->teachers);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
-    free(rl->generated), free(rl->routes.experts);
+    free(rl->generated), free(rl->versions), free(rl->old_logps), free(rl->routes.experts);
     begin_teacher_batches(&rl->topk, 0);
     free(rl->topk.ids), free(rl->topk.logps);
-    for (int64_t i = 0; i < rl->num_pending; i++) mt_pending_free(&rl->pending[i]);
-    free(rl->pending), free(rl->saved_pending);
+    mt_waiting_clear(&rl->waiting);
+    free(rl->waiting.batches), free(rl->saved_waiting);
     for (int64_t i = 0; i < rl->prompts.count && rl->pictures; i++) mt_text_images_close(rl->pictures[i]);
     free(rl->pictures);
     mt_samples_free(&rl->prompts);
@@ -877,9 +921,10 @@ static int save_role(mt_rl *rl, mt_model_role *role, mt_saver *saver, unsigned p
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
-    if (rl->config.options->rollout_lag > 0 && rl->config.grid->world.rank == 0) {
-        free(rl->saved_pending);
-        rl->saved_pending = mt_pending_write(rl->pending, rl->num_pending, routes_row(rl), &rl->saved_bytes);
+    bool waits = rl->config.options->rollout_lag > 0 || is_partial(rl->config.options);
+    if (waits && rl->config.grid->world.rank == 0) {
+        free(rl->saved_waiting);
+        rl->saved_waiting = mt_waiting_write(&rl->waiting, routes_row(rl), &rl->saved_bytes);
     }
     if (rl->teacher_saver) {
         if (mt_train_finish(rl->actor.model, error) != 0) return -1;
@@ -1133,6 +1178,16 @@ static void take_talk(mt_rl *rl, int64_t s, talk *t, int64_t tokens) {
     rl->rollouts.routes[s] = t->routes, t->routes = NULL;
 }
 
+/* order[prompts]: the prompts at positions `position` and following of the run. */
+static void order_prompts(const mt_rl *rl, int64_t position, int64_t prompts, int64_t *order) {
+    const mt_run_options *o = rl->config.options;
+    if (o->prompt_shares.count > 0)
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
+                                mt_options_data_seed(o), position, prompts, order);
+    else
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
+}
+
 /* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. With remax, a greedy
  * one follows those of each prompt. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
@@ -1148,11 +1203,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     talk *talks = o->env_command ? mt_calloc(count * (int64_t)sizeof *talks) : NULL;
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_sequence *greedy = mt_calloc(prompts * (int64_t)sizeof *greedy);
-    if (o->prompt_shares.count > 0)
-        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
-                                mt_options_data_seed(o), position, prompts, order);
-    else
-        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
+    order_prompts(rl, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         own.tokens[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         own.lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
@@ -1196,6 +1247,121 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     }
     if (talks) free_talks(talks, count);
     free(order), free(own.lengths), free(own.tokens), free(own.images), free(sequences), free(greedy);
+    return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
+}
+
+/* ---- responses of several iterations */
+
+/* Copies the routes of further positions of a sequence. */
+static void take_routes(const mt_rl *rl, mt_partial *r, const mt_sequence *q) {
+    int64_t width = mt_routes_size(&rl->config.options->stack, 1), rows = q->num_tokens - 1;
+    r->routes = mt_realloc(r->routes, mt_max(rows * width, 1) * 4);
+    float *next = r->routes + r->num_routes * width;
+    int64_t elements = (rows - r->num_routes) * width;
+    memcpy(next, q->routes + r->num_routes * width, (size_t)elements * 4);
+    mt_all_reduce_max(&rl->config.grid->world, next, elements, MT_F32); // a rank has those of its layers and texts
+    r->num_routes = rows;
+}
+
+/* A phase: every unfinished response grows by at most --max-new-tokens / --partial-rollout-max-split tokens, which
+ * weights of `version` write. Its draws depend on its id and the token's position, as if it was written at once. */
+static int continue_partials(mt_rl *rl, int64_t version, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_partials *p = &rl->waiting.partials;
+    int64_t count = mt_partials_unfinished(p), most = mt_divide_up(o->max_new_tokens, o->partial_rollout_max_split);
+    int64_t *ids = mt_malloc(count * 8), *limits = mt_malloc(count * 8), *lengths = mt_malloc(count * 8), k = 0;
+    int32_t **tokens = mt_malloc(count * (int64_t)sizeof *tokens);
+    const mt_sequence_images **images = rl->pictures ? mt_malloc(count * (int64_t)sizeof *images) : NULL;
+    mt_partial **responses = mt_malloc(count * (int64_t)sizeof *responses);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    for (int64_t i = 0; i < p->count * p->each; i++) {
+        const mt_partial_group *group = &p->groups[i / p->each];
+        mt_partial *r = &group->responses[i % p->each];
+        if (r->ended) continue;
+        int64_t first = rl->prompts.offsets[group->prompt], prompt = rl->prompts.offsets[group->prompt + 1] - first;
+        ids[k] = group->position * p->each + i % p->each, limits[k] = mt_min(most, o->max_new_tokens - r->count);
+        lengths[k] = prompt + r->count, tokens[k] = mt_malloc(lengths[k] * 4);
+        memcpy(tokens[k], rl->prompts.tokens + first, (size_t)prompt * 4);
+        if (r->count > 0) memcpy(tokens[k] + prompt, r->tokens, (size_t)r->count * 4);
+        if (images) images[k] = mt_text_images_list(rl->pictures[group->prompt]);
+        responses[k++] = r;
+    }
+    const texts t = {.tokens = (const int32_t **)tokens,
+                     .lengths = lengths,
+                     .images = images,
+                     .count = count,
+                     .each = 1,
+                     .ids = ids,
+                     .limits = limits};
+    int status = write_responses(rl, &t, sequences, error);
+    for (k = 0; k < count && status == 0; k++) {
+        mt_sequence *q = &sequences[k];
+        mt_partial *r = responses[k];
+        int64_t written = q->num_tokens - q->num_prompt;
+        mt_partial_append(r, q->tokens + q->num_prompt, q->logps, written, version);
+        if (q->routes) take_routes(rl, r, q);
+        r->overlong = q->finish == MT_FINISH_LENGTH && r->count == o->max_new_tokens;
+        r->ended = q->finish == MT_FINISH_STOP || r->overlong;
+        rl->times.tokens[GENERATION] += (double)written;
+        mt_sequence_end(q);
+    }
+    for (k = 0; k < count; k++) free(tokens[k]);
+    free(ids), free(limits), free(lengths), free(tokens), free(images), free(responses), free(sequences);
+    return status;
+}
+
+/* Adds the responses to groups[prompts], which have ended, to the rollouts, and frees the groups. */
+static void take_groups(mt_rl *rl, mt_partial_group *groups, int64_t prompts) {
+    mt_rollouts *r = &rl->rollouts;
+    int64_t each = rl->waiting.partials.each, first = r->count, tokens = 0, more = 0;
+    int64_t *order = mt_malloc(prompts * 8);
+    for (int64_t g = 0; g < prompts; g++) {
+        order[g] = groups[g].prompt;
+        for (int64_t i = 0; i < each; i++) more += groups[g].responses[i].count;
+    }
+    if (first == 0)
+        mt_rollouts_begin(r, &rl->prompts, order, prompts, each);
+    else
+        mt_rollouts_extend(r, order, prompts);
+    for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
+    rl->generated = mt_realloc(rl->generated, (tokens + more) * 4);
+    rl->versions = mt_realloc(rl->versions, (tokens + more) * 8);
+    rl->old_logps = mt_realloc(rl->old_logps, (tokens + more) * 8);
+    for (int64_t s = 0; s < prompts * each; s++) {
+        mt_partial *p = &groups[s / each].responses[s % each];
+        mt_rollouts_set(r, first + s, p->tokens, p->count, p->overlong);
+        memcpy(rl->generated + tokens, p->logps, (size_t)p->count * 4);
+        memcpy(rl->versions + tokens, p->versions, (size_t)p->count * 8);
+        for (int64_t i = 0; i < p->count; i++) rl->old_logps[tokens + i] = i < p->num_scored ? p->old_logps[i] : NAN;
+        r->routes[first + s] = p->routes, p->routes = NULL;
+        tokens += p->count;
+    }
+    for (int64_t g = 0; g < prompts; g++) mt_partial_group_free(&groups[g], each);
+    free(order);
+}
+
+/* Responses to `prompts` prompts, the oldest in progress that end first. Others begin, so that up to
+ * --over-sampling-batch-size - --rollout-batch-size remain in progress; the run has begun `position` prompts before. A
+ * batch that was wanted --max-head-offpolicyness - --rollout-lag iterations ago is waited for. */
+static int generate_partly(mt_rl *rl, int64_t position, int64_t prompts, int64_t version, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_partials *p = &rl->waiting.partials;
+    int64_t batch = version + rl->waiting.count, most_age = o->max_head_offpolicyness - o->rollout_lag;
+    int64_t begun = mt_max(prompts + o->over_sampling_batch_size - o->rollout_batch_size - p->count, 0);
+    int64_t *order = mt_malloc(mt_max(begun, 1) * 8);
+    order_prompts(rl, position, begun, order);
+    for (int64_t i = 0; i < begun; i++) mt_partials_begin(p, position + i, order[i], batch);
+    free(order);
+    mt_model_role *generator = generator_of(rl);
+    int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
+    while (status == 0 && !mt_partials_suffice(p, prompts, batch, most_age))
+        status = continue_partials(rl, version, error);
+    if (status == 0) {
+        mt_partial_group *taken = mt_malloc(prompts * (int64_t)sizeof *taken);
+        mt_partials_take(p, prompts, taken);
+        take_groups(rl, taken, prompts);
+        free(taken);
+    }
     return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
 
@@ -1455,11 +1621,11 @@ static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *
     return status;
 }
 
-/* Prompts of the batches that wait. */
-static int64_t pending_prompts(const mt_rl *rl) {
+/* Prompts that wait: of batches, and in progress. */
+static int64_t waiting_prompts(const mt_rl *rl) {
     int64_t prompts = 0;
-    for (int64_t i = 0; i < rl->num_pending; i++) prompts += rl->pending[i].rollouts.num_prompts;
-    return prompts;
+    for (int64_t i = 0; i < rl->waiting.count; i++) prompts += rl->waiting.batches[i].rollouts.num_prompts;
+    return prompts + rl->waiting.partials.count;
 }
 
 /* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
@@ -1473,7 +1639,9 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
     mt_rollouts_free(r);
     for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
         int64_t first = r->count;
-        status = generate(rl, state->consumed_prompts + pending_prompts(rl) + r->num_prompts, missing, error);
+        int64_t position = state->consumed_prompts + waiting_prompts(rl) + r->num_prompts;
+        status = is_partial(o) ? generate_partly(rl, position, missing, state->iteration, error)
+                               : generate(rl, position, missing, error);
         lap(rl, GENERATION, &then);
         if (status == 0) status = score_responses(rl, first, batch, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
@@ -1485,19 +1653,38 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
 
 /* ---- an iteration */
 
-/* x[T] = the generator's log-probability of each counted token. */
-static void generated_logps(const mt_rl *rl, double *x) {
+/* indices[T]: of each counted token among the tokens of all responses; -1: not counted. To free. */
+static int64_t *response_indices(const mt_rl *rl) {
     const mt_rollouts *r = &rl->rollouts;
-    int64_t *first = mt_malloc((r->count + 1) * 8);
+    int64_t *first = mt_malloc((r->count + 1) * 8), *indices = mt_malloc(mt_max(r->T, 1) * 8);
     first[0] = 0;
     for (int64_t s = 0; s < r->count; s++) first[s + 1] = first[s] + r->response_tokens[s];
+    for (int64_t t = 0; t < r->T; t++) indices[t] = -1;
     for (int64_t k = 0; k < r->samples.count; k++) {
         int64_t response = r->response_of[k], n = r->response_tokens[response];
         int64_t begin = r->spans[k].q_start + r->spans[k].q_len - n;
         for (int64_t i = 0; i < n; i++)
-            if (r->mask[begin + i] != 0) x[begin + i] = (double)rl->generated[first[response] + i];
+            if (r->mask[begin + i] != 0) indices[begin + i] = first[response] + i;
     }
     free(first);
+    return indices;
+}
+
+/* x[T] = the generator's log-probability of each counted token. */
+static void generated_logps(const mt_rl *rl, double *x) {
+    int64_t *indices = response_indices(rl);
+    for (int64_t t = 0; t < rl->rollouts.T; t++)
+        if (indices[t] >= 0) x[t] = (double)rl->generated[indices[t]];
+    free(indices);
+}
+
+/* Tokens of earlier iterations get the log-probabilities that training gave them then. */
+static void restore_old_logps(mt_rl *rl, int64_t version) {
+    int64_t *indices = response_indices(rl);
+    for (int64_t t = 0; t < rl->rollouts.T && rl->versions; t++)
+        if (indices[t] >= 0 && rl->versions[indices[t]] < version)
+            rl->rollouts.inputs[MT_OLD_LOGP][t] = rl->old_logps[indices[t]];
+    free(indices);
 }
 
 /* Measures the mismatch of generator and training, weighs tokens by it and leaves tokens out, as options say. */
@@ -1662,7 +1849,7 @@ static void plan_all(mt_rl *rl) {
 }
 
 /* The log-probabilities of the policy that has just written the sequences, and their correction. */
-static int score_writer(mt_rl *rl, mt_batch *batch, mt_error *error) {
+static int score_writer(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
     double then = mt_time();
     bool bypasses = rl->config.options->bypass_mode;
     int status = 0;
@@ -1672,21 +1859,86 @@ static int score_writer(mt_rl *rl, mt_batch *batch, mt_error *error) {
     if (bypasses) generated_logps(rl, rl->rollouts.inputs[MT_OLD_LOGP]);
     if (bypasses && rl->config.options->router_replay == MT_ROUTER_REPLAY_R3) begin_routes(rl);
     if (!bypasses) status = score_actor(rl, batch, error);
+    if (status == 0 && !bypasses) restore_old_logps(rl, state->iteration);
     if (status == 0 && !bypasses) correct(rl);
     lap(rl, SCORING, &then);
     return status;
 }
 
+/* Responses in progress whose last tokens have no log-probabilities of training. To free. */
+static mt_partial **unscored_partials(mt_partials *p, int64_t *prompts, int64_t *count) {
+    mt_partial **unscored = mt_malloc(mt_max(p->count * p->each, 1) * (int64_t)sizeof *unscored);
+    *count = 0;
+    for (int64_t i = 0; i < p->count * p->each; i++) {
+        mt_partial *r = &p->groups[i / p->each].responses[i % p->each];
+        if (r->num_scored == r->count) continue;
+        prompts[*count] = p->groups[i / p->each].prompt, unscored[(*count)++] = r;
+    }
+    return unscored;
+}
+
+/* The log-probabilities of training of the tokens in progress that the present weights have written, before these
+ * move on. The generator's are there already. */
+static int score_partials(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    double then = mt_time();
+    mt_partials *p = &rl->waiting.partials;
+    const mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens};
+    int64_t *prompts = mt_malloc(mt_max(p->count * p->each, 1) * 8), count = 0;
+    mt_partial **responses = unscored_partials(p, prompts, &count);
+    int status = 0;
+    if (count > 0 && !rl->config.options->bypass_mode) {
+        mt_rollouts *r = &rl->rollouts; // the batch at hand waits already
+        mt_rollouts_begin(r, &rl->prompts, prompts, count, 1);
+        for (int64_t s = 0; s < count; s++) {
+            mt_rollouts_set(r, s, responses[s]->tokens, responses[s]->count, false);
+            r->routes[s] = responses[s]->routes;
+        }
+        mt_rollouts_select(r, &all);
+        plan_all(rl);
+        status = score_actor(rl, batch, error);
+        for (int64_t s = 0; s < count; s++) {
+            mt_partial *to = responses[s];
+            const double *logps = r->inputs[MT_OLD_LOGP] + r->spans[s].q_start + r->spans[s].q_len - to->count;
+            r->routes[s] = NULL;
+            if (status != 0) continue;
+            to->old_logps = mt_realloc(to->old_logps, to->count * 8);
+            memcpy(to->old_logps + to->num_scored, logps + to->num_scored, (size_t)(to->count - to->num_scored) * 8);
+            to->num_scored = to->count;
+        }
+        mt_rollouts_free(r);
+        free(rl->routes.experts);
+        rl->routes = (mt_routes){0};
+    }
+    free(prompts), free(responses);
+    lap(rl, SCORING, &then);
+    return status;
+}
+
+/* Writes a batch with the present weights, and its log-probabilities by these. Unless a batch is written, the responses
+ * in progress are as they were before. */
+static int write_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
+    mt_waiting before = {.partials = rl->waiting.partials}, restored = {.partials = {.each = before.partials.each}};
+    int64_t row = routes_row(rl), bytes = 0;
+    char *copy = is_partial(rl->config.options) ? mt_waiting_write(&before, row, &bytes) : NULL;
+    int status = roll_out(rl, state, batch, error);
+    if (status > 0 && copy) {
+        mt_error none;
+        MT_CHECK(mt_waiting_read(&restored, copy, bytes, row, &rl->prompts, &rl->rollout_config, &none) == 0);
+        mt_partials_free(&rl->waiting.partials);
+        rl->waiting.partials = restored.partials;
+    }
+    free(copy);
+    if (status == 0) status = score_writer(rl, state, batch, error);
+    if (status == 0) push_batch(rl, state->iteration);
+    return status == 0 ? score_partials(rl, batch, error) : status;
+}
+
 /* Responses of the present weights for the iteration after --rollout-lag others; the first iteration writes those of
  * all of these too. The batch of this iteration is then at hand. */
 static int next_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
-    int64_t lag = rl->config.options->rollout_lag;
     int status = 0;
-    while (rl->num_pending <= lag && status == 0) {
-        status = roll_out(rl, state, batch, error);
-        if (status == 0) status = score_writer(rl, batch, error);
-        if (status == 0) push_batch(rl, state->iteration);
-    }
+    while (rl->waiting.count <= rl->config.options->rollout_lag && status == 0)
+        status = write_batch(rl, state, batch, error);
     if (status == 0) pop_batch(rl, state->iteration);
     return status;
 }
@@ -1764,7 +2016,10 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "response tokens", stats->response_tokens, true);
     add_number(rl, "overlong", stats->overlong, true);
     if (o->env_command) add_number(rl, "turns", stats->turns, true);
-    if (o->rollout_lag > 0) add_number(rl, "staleness", (double)rl->staleness, true);
+    if (o->rollout_lag > 0 || is_partial(o)) add_number(rl, "staleness", rl->staleness, true);
+    if (is_partial(o)) add_number(rl, "staleness at most", (double)rl->most_staleness, false);
+    if (is_partial(o)) add_number(rl, "responses continued", rl->continued, true);
+    if (is_partial(o)) add_number(rl, "prompts in progress", (double)rl->waiting.partials.count, false);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
     if (rl->drafts[0] > 0) add_number(rl, "drafts accepted", rl->drafts[1] / rl->drafts[0], true);

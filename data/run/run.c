@@ -404,7 +404,8 @@ void mt_run_save(mt_run *r) {
     if (!r->options.save) return;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
-    bool waits = r->rl && r->options.rollout_lag > 0; // the save under way reads what mt_rl_save replaces
+    // the save under way reads what mt_rl_save replaces
+    bool waits = r->rl && (r->options.rollout_lag > 0 || r->options.partial_rollout_max_split > 1);
     if (waits) mt_run_check(r, mt_saver_finish(r->saver, &error), &error);
     if (r->rl) mt_run_check(r, mt_rl_save(r->rl, &r->state, &error), &error);
     mt_run_check(r, mt_saver_save(r->saver, &r->state, &error), &error);
