@@ -114,6 +114,7 @@ struct mt_rl {
     // log-probabilities that training gave those of earlier iterations then
     int64_t *versions;
     double *old_logps;
+    int64_t phases;        // of generation, with --partial-rollout-max-split
     int64_t rounds;        // of responses
     double drafts[2];      // drafted tokens; those accepted
     mt_mismatch mismatch;  // of generator and training, before the correction
@@ -1355,7 +1356,7 @@ static int generate_partly(mt_rl *rl, int64_t position, int64_t prompts, int64_t
     mt_model_role *generator = generator_of(rl);
     int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
     while (status == 0 && !mt_partials_suffice(p, prompts, batch, most_age))
-        status = continue_partials(rl, version, error);
+        status = continue_partials(rl, version, error), rl->phases++;
     if (status == 0) {
         mt_partial_group *taken = mt_malloc(prompts * (int64_t)sizeof *taken);
         mt_partials_take(p, prompts, taken);
@@ -2019,6 +2020,7 @@ static void collect_numbers(mt_rl *rl) {
     if (o->rollout_lag > 0 || is_partial(o)) add_number(rl, "staleness", rl->staleness, true);
     if (is_partial(o)) add_number(rl, "staleness at most", (double)rl->most_staleness, false);
     if (is_partial(o)) add_number(rl, "responses continued", rl->continued, true);
+    if (is_partial(o)) add_number(rl, "generation phases", (double)rl->phases, false);
     if (is_partial(o)) add_number(rl, "prompts in progress", (double)rl->waiting.partials.count, false);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
@@ -2059,7 +2061,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
-    rl->drafts[0] = rl->drafts[1] = 0;
+    rl->drafts[0] = rl->drafts[1] = 0, rl->phases = 0;
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));
