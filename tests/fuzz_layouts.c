@@ -332,9 +332,9 @@ static const row rl_rows[] = {
     {50, RL, "",
      "--rollout-is token;--rollout-is sequence --rollout-is-threshold 0.5_2;--rollout-is token "
      "--rollout-is-batch-normalize;--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 0.5,0.1_10"},
-    {25, RL, "--rollout-is&--rollout-rs&optimal_token", "--bypass-mode"},
+    {25, RL, "--rollout-is&--rollout-rs&optimal_token", "--bypass-mode;--bypass-mode --rollout-lag 1"},
     {20, RL, "", "--bitwise-rollouts"},
-    {25, RL, "", "--rollout-lag 1;--rollout-lag 2"},
+    {25, RL, "--rollout-lag", "--rollout-lag 1;--rollout-lag 2"},
     {25, RL, "env-command&remax&optimal_token",
      "--partial-rollout-max-split 2;--partial-rollout-max-split 5 --max-head-offpolicyness 5;"
      "--partial-rollout-max-split 3"},
@@ -431,6 +431,9 @@ static const row rl_layout_rows[] = {
     {60, RL "&--mtp-num-layers", "attention-variant&speculative", "--num-speculative-tokens 1"},
     {50, RL, "--bitwise-rollouts", "--rollout-tensor-model-parallel-size 1;--rollout-tensor-model-parallel-size 2"},
     {40, RL "&rollout-tensor&" EXPERTS, "", "--rollout-expert-model-parallel-size 2"},
+    {60, RL "&--rollout-lag&--bypass-mode",
+     "dynamic-sampling&env-command&partial&remax&router-replay&lora&rollout-tensor",
+     "--rollout-ranks 1;--rollout-ranks 2;--rollout-ranks 2 --rollout-tensor-model-parallel-size 2"},
     {25, RL "&gae", "",
      "--critic-tensor-model-parallel-size 1 --critic-pipeline-model-parallel-size 1;"
      "--critic-tensor-model-parallel-size 2"},
@@ -623,8 +626,9 @@ static void words_of(command *to, const config *c, part part, const char *furthe
     *to = (command){.ranks = part == ONE_RANK
                                  ? 1
                                  : c->data[part == SECOND] * number_of(texts, "--tensor-model-parallel-size", 1) *
-                                       number_of(texts, "--pipeline-model-parallel-size", 1) *
-                                       number_of(texts, "--context-parallel-size", 1)};
+                                           number_of(texts, "--pipeline-model-parallel-size", 1) *
+                                           number_of(texts, "--context-parallel-size", 1) +
+                                       number_of(texts, "--rollout-ranks", 0)};
     int length = snprintf(to->text, LINE, "--device %s %s %s %s --global-batch-size %d%s %s", device,
                           learns ? of_rl : "--mock-data", always, ramp, unit * units, texts, further);
     MT_CHECK(length < LINE);

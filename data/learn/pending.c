@@ -105,7 +105,8 @@ static void pass_batch(stream *s, mt_pending *b, int64_t row, const mt_samples *
     if (s->is_first)
         b->versions = (mt_versions){.mean = (double)b->iteration, .oldest = b->iteration};
     else
-        pass(s, &b->versions.mean, 8), pass_int(s, &b->versions.oldest), pass(s, &b->versions.continued, 8);
+        pass(s, &b->versions.mean, 8), pass_int(s, &b->versions.oldest), pass(s, &b->versions.continued, 8),
+            pass(s, &b->is_unscored, sizeof b->is_unscored);
 }
 
 /* A response in progress. A row of routes has `row` elements. */

@@ -30,6 +30,7 @@ typedef struct mt_pending {
     mt_mismatch mismatch; // of generator and training, then
     double generation_gap, cut, rejected, entropy;
     mt_versions versions;
+    bool is_unscored; // its scores are not computed yet
 } mt_pending;
 
 /* Frees its memory; it is empty then. */

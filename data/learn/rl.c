@@ -103,6 +103,11 @@ struct mt_rl {
     mt_waiting waiting;
     char *saved_waiting;
     int64_t saved_bytes;
+    /* --rollout-ranks: the batch that they write, its prompts and iteration; the seconds that they took for the batches
+     * since the last report, and those in which this rank waited for them */
+    int64_t *written_prompts; // [rollout_batch_size]; NULL: they write none
+    int64_t written_iteration;
+    double writing, waited;
     double staleness; // of the counted tokens of the batch at hand: iterations since the weights that wrote them
     int64_t most_staleness;
     double continued; // share of its responses that weights of several iterations wrote
@@ -136,14 +141,6 @@ struct mt_rl {
 
 /* ---- models */
 
-/* Adds the memory for responses to the plan of a model with `options`. */
-static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
-    int64_t prompts = mt_max(o->rollout_batch_size, o->over_sampling_batch_size);
-    int64_t responses = mt_divide_up(prompts * o->num_return_sequences, o->stack.data_parallel_size);
-    plan->page_rows = o->inference_dynamic_batching_block_size, plan->num_drafts = o->num_speculative_tokens;
-    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
-}
-
 /* Adds the memory for pictures in generation: of --max-image-tokens, or of the prompt with the most of them. */
 static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     int64_t patches_of_token = prompts->image_config.merge_size * prompts->image_config.merge_size, most = 0;
@@ -161,8 +158,8 @@ static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt
 void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     mt_run_options apart = *o;
     plan->max_patches = mt_samples_max_patches(prompts, plan->max_tokens);
-    if (mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
-    plan_generation(plan, o), plan_pictures(plan, o, prompts);
+    if (o->rollout_ranks > 0 || mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
+    mt_rollout_plan(plan, o), plan_pictures(plan, o, prompts);
 }
 
 static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
@@ -538,6 +535,19 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     return mt_agree(world, status != 0, error);
 }
 
+static mt_sampling sampling_of(const mt_run_options *o);
+
+/* The generator on ranks of its own. */
+static int open_writers(mt_rl *rl, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_sampling sampling = sampling_of(c->options);
+    if (c->ops != &mt_cpu_ops) return mt_error_set(error, "--rollout-ranks is for the CPU so far: give --device cpu");
+    if (rl->pictures)
+        return mt_error_set(error, "--rollout-ranks: the ranks that write read no pictures; leave it out");
+    if (c->log) fprintf(c->log, "generator: a model on %lld ranks of its own\n", (long long)c->options->rollout_ranks);
+    return mt_rollout_ranks_open(c->writers, rl->actor.model, &sampling, &rl->stops, error);
+}
+
 /* The generator of another layout than the actor's: a model that gets the actor's weights in each iteration, with
  * adapters its base once. */
 static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
@@ -546,11 +556,12 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
     bool adapts = c->options->stack.lora_rank > 0;
     mt_model_plan plan = {.max_tokens = mt_min(c->options->stack.seq_length, MT_PREFILL_TOKENS)};
     mt_transfer *base = NULL;
+    if (c->writers) return open_writers(rl, error);
     mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
     mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
     if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
     if (!mt_model_role_is_apart(role)) return 0;
-    plan_generation(&plan, &role->options), plan_pictures(&plan, &role->options, &rl->prompts);
+    mt_rollout_plan(&plan, &role->options), plan_pictures(&plan, &role->options, &rl->prompts);
     plan.host_memory = actor_plan->host_memory;
     if (mt_model_role_create(role, &plan, error) != 0) return -1;
     mt_report_role(role, c->log);
@@ -895,6 +906,7 @@ void mt_rl_close(mt_rl *rl) {
     begin_teacher_batches(&rl->topk, 0);
     free(rl->topk.ids), free(rl->topk.logps);
     mt_waiting_clear(&rl->waiting);
+    free(rl->written_prompts);
     free(rl->waiting.batches), free(rl->saved_waiting);
     for (int64_t i = 0; i < rl->prompts.count && rl->pictures; i++) mt_text_images_close(rl->pictures[i]);
     free(rl->pictures);
@@ -902,6 +914,8 @@ void mt_rl_close(mt_rl *rl) {
     free(rl->quotas);
     free(rl);
 }
+
+static int collect_written(mt_rl *rl, mt_error *error);
 
 /* The numbers that each role that trains has of its own. */
 static void take_trained(mt_run_state *to, const mt_run_state *from) {
@@ -922,6 +936,7 @@ static int save_role(mt_rl *rl, mt_model_role *role, mt_saver *saver, unsigned p
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
+    if (collect_written(rl, error) != 0) return -1;
     bool waits = rl->config.options->rollout_lag > 0 || is_partial(rl->config.options);
     if (waits && rl->config.grid->world.rank == 0) {
         free(rl->saved_waiting);
@@ -1934,12 +1949,107 @@ static int write_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt
     return status == 0 ? score_partials(rl, batch, error) : status;
 }
 
+/* ---- batches that other ranks write */
+
+/* The ranks that write get the present weights. */
+static int update_writers(mt_rl *rl, mt_error *error) {
+    double then = mt_time();
+    if (mt_train_finish(rl->actor.model, error) != 0) return -1;
+    mt_rollout_ranks_update(rl->config.writers);
+    lap(rl, TRANSFER, &then);
+    return 0;
+}
+
+/* Begins the next batch on the ranks that write, which have the present weights. */
+static void begin_written(mt_rl *rl, const mt_run_state *state) {
+    const mt_run_options *o = rl->config.options;
+    int64_t prompts = o->rollout_batch_size, position = state->consumed_prompts + waiting_prompts(rl);
+    int64_t *lengths = mt_malloc(prompts * 8), *order = rl->written_prompts = mt_malloc(prompts * 8);
+    const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
+    order_prompts(rl, position, prompts, order);
+    for (int64_t i = 0; i < prompts; i++) {
+        texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
+        lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+    }
+    rl->written_iteration = state->iteration;
+    const mt_rollout_request request = {.prompts = texts,
+                                        .lengths = lengths,
+                                        .count = prompts,
+                                        .each = o->num_return_sequences,
+                                        .first_id = position * o->num_return_sequences};
+    mt_rollout_ranks_write(rl->config.writers, &request);
+    free(lengths), free(texts);
+}
+
+/* Waits for the batch that other ranks write, if there is one; it is then the last that waits. Its scores are computed
+ * when it is trained on, so that rewards that fail, or are stopped, do not lose it. */
+static int collect_written(mt_rl *rl, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t each = o->num_return_sequences, count = o->rollout_batch_size * each, tokens = 0;
+    double then = mt_time();
+    if (!rl->written_prompts) return 0;
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    int status = mt_rollout_ranks_collect(rl->config.writers, sequences, rl->drafts, &rl->writing, error);
+    rl->waited += mt_time() - then;
+    lap(rl, GENERATION, &then);
+    if (status == 0) {
+        mt_rollouts_free(r);
+        mt_rollouts_begin(r, &rl->prompts, rl->written_prompts, o->rollout_batch_size, each);
+        for (int64_t s = 0; s < count; s++) tokens += sequences[s].num_tokens;
+        rl->generated = mt_realloc(rl->generated, mt_max(tokens, 1) * 4);
+        rl->times.tokens[GENERATION] += (double)tokens;
+        tokens = 0;
+        for (int64_t s = 0; s < count; s++) {
+            take_response(rl, s, &sequences[s], tokens);
+            tokens += r->response_tokens[s];
+        }
+        mt_rollouts_select(r, &rl->rollout_config);
+        generated_logps(rl, r->inputs[MT_OLD_LOGP]);
+        rl->rounds = 1;
+        push_batch(rl, rl->written_iteration);
+        rl->waiting.batches[rl->waiting.count - 1].is_unscored = true;
+    }
+    for (int64_t s = 0; s < count; s++) mt_sequence_end(&sequences[s]);
+    free(sequences), free(rl->written_prompts);
+    rl->written_prompts = NULL;
+    return status;
+}
+
+/* Scores the next batch that waits, whose old log-probabilities are known. Without rewards it goes on waiting. */
+static int score_written(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_pending *next = &rl->waiting.batches[0];
+    mt_rollouts *r = &rl->rollouts;
+    double then = mt_time();
+    mt_rollouts_free(r);
+    *r = next->rollouts;
+    double *old_logps = r->inputs[MT_OLD_LOGP];
+    int64_t T = r->T;
+    r->inputs[MT_OLD_LOGP] = NULL;
+    int status = score_responses(rl, 0, batch, error);
+    mt_rollouts_select(r, &rl->rollout_config);
+    MT_CHECK(r->T == T); // no group is dropped
+    free(r->inputs[MT_OLD_LOGP]);
+    r->inputs[MT_OLD_LOGP] = old_logps;
+    next->rollouts = *r, next->is_unscored = status != 0;
+    *r = (mt_rollouts){0};
+    lap(rl, REWARDS, &then);
+    return status;
+}
+
 /* Responses of the present weights for the iteration after --rollout-lag others; the first iteration writes those of
- * all of these too. The batch of this iteration is then at hand. */
+ * all of these too. The batch of this iteration is then at hand, and the last one may be under way on other ranks. */
 static int next_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
-    int status = 0;
-    while (rl->waiting.count <= rl->config.options->rollout_lag && status == 0)
+    int64_t lag = rl->config.options->rollout_lag;
+    int status = collect_written(rl, error);
+    if (rl->config.writers && rl->waiting.count <= lag && status == 0) status = update_writers(rl, error);
+    while (rl->config.writers && rl->waiting.count <= lag - (rl->written_prompts != NULL) && status == 0) {
+        status = collect_written(rl, error);
+        if (status == 0) begin_written(rl, state);
+    }
+    while (!rl->config.writers && rl->waiting.count <= lag && status == 0)
         status = write_batch(rl, state, batch, error);
+    if (status == 0 && rl->waiting.batches[0].is_unscored) status = score_written(rl, batch, error);
     if (status == 0) pop_batch(rl, state->iteration);
     return status;
 }
@@ -1964,7 +2074,7 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
 
 /* The first phase that takes time: with one layout and without rest, nothing is transferred. */
 static int first_phase(const mt_rl *rl) {
-    return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
+    return rl->transfer || rl->config.writers || rl->actor.rests ? TRANSFER : GENERATION;
 }
 
 /* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
@@ -2018,6 +2128,8 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "overlong", stats->overlong, true);
     if (o->env_command) add_number(rl, "turns", stats->turns, true);
     if (o->rollout_lag > 0 || is_partial(o)) add_number(rl, "staleness", rl->staleness, true);
+    if (rl->config.writers)
+        add_number(rl, "generation seconds overlapped", mt_maximum(rl->writing - rl->waited, 0), true);
     if (is_partial(o)) add_number(rl, "staleness at most", (double)rl->most_staleness, false);
     if (is_partial(o)) add_number(rl, "responses continued", rl->continued, true);
     if (is_partial(o)) add_number(rl, "generation phases", (double)rl->phases, false);
@@ -2076,6 +2188,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     rl->times.all_seconds = mt_time() - begin;
     add_times(rl, state->iteration + 1);
     collect_numbers(rl);
+    rl->writing = rl->waited = 0;
     if (metrics) { // of the iteration, not of its last step
         metrics->tokens = sequence_tokens(rl), metrics->seconds = rl->times.all_seconds;
         metrics->skipped = mt_train_skipped(rl->actor.model, state);

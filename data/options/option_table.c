@@ -1156,9 +1156,16 @@ const mt_option mt_option_table[] = {
     {"rollout-lag", MT_INT, MT_AT(rollout_lag), MT_TRAIN, MT_OF_RUN, "0", "[0,64]",
      "train on responses that the weights of this many iterations ago wrote, with the log-probabilities that these "
      "gave them; the first iteration writes the responses of all of these iterations, and the last ones write "
-     "some that only a longer run reads. Writing and training take turns on all ranks and do not overlap: this "
-     "studies stale data, and saves no time",
+     "some that only a longer run reads. Writing and training take turns on all ranks, unless --rollout-ranks write",
      .needs = "stage rl", .own = true},
+    {"rollout-ranks", MT_INT, MT_AT(rollout_ranks), MT_TRAIN, MT_OF_RUN, "0", "[0,1048576]",
+     "the last ranks of the job, this many, write responses with a copy of the actor's weights while the others train: "
+     "data-parallel, and by --rollout-tensor-model-parallel-size. The responses are those of the same --rollout-lag "
+     "without such ranks",
+     .needs = "stage rl, rollout-lag, bypass-mode",
+     .excludes = "dynamic-sampling, env-command, partial-rollout-max-split, adv-estimator remax, router-replay R2|R3, "
+                 "lora-rank",
+     .own = true},
     {"partial-rollout-max-split", MT_INT, MT_AT(partial_rollout_max_split), MT_TRAIN, MT_OF_RUN, "1", "[1,1024]",
      "write a response in up to this many iterations: generation goes by phases of --max-new-tokens / this tokens, and "
      "stops when --rollout-batch-size prompts have all their responses; the others go on in the next iteration, with "
