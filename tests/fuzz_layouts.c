@@ -808,6 +808,11 @@ static bool is_routed(const char *key) {
     return strstr(key, "imbalance") || strstr(key, "dropped") || strstr(key, "expert");
 }
 
+/* True for a metric of writing: ranks that only write report a batch an iteration later. */
+static bool is_of_writing(const char *key) {
+    return strstr(key, "generation_tokens") || strstr(key, "reward_tokens") || strstr(key, "drafts");
+}
+
 /* Relative, of a configuration's numbers: by the narrowest type in which values are rounded. */
 static double tolerance_of(const config *c) {
     char text[LINE];
@@ -819,8 +824,10 @@ static double tolerance_of(const config *c) {
 /* Compares the metrics of one rank from an iteration on with those of another run. A policy's losses are near 0, and
  * compared with 1. A token that rounding draws otherwise changes all that follows, as a tie of experts does. */
 static outcome compare_metrics(const char *path, int64_t from, const config *c, mt_error *detail) {
-    char text[LINE];
+    char text[LINE], layouts[LINE];
     texts_of(c, ONE_RANK, text);
+    texts_of(c, (part)(FIRST | SECOND), layouts);
+    bool writes_apart = strstr(layouts, "--rollout-ranks") != NULL;
     bool has_experts = strstr(text, EXPERTS) != NULL, learns = strstr(text, RL) != NULL;
     bool is_bitwise = strstr(text, "--bitwise-rollouts") != NULL;
     double tolerance = tolerance_of(c);
@@ -846,6 +853,7 @@ static outcome compare_metrics(const char *path, int64_t from, const config *c, 
                                : chooses_alike && atoll(iteration) > 1 && fabs(a - b) <= GROWTH_TOLERANCE * fabs(b));
             if (is_bitwise && strcmp(key, "generation_gap") == 0) good = near = a == 0 && b == 0;
             if (is_measured(key) || (!chooses_alike && is_routed(key))) continue;
+            if (writes_apart && is_of_writing(key)) continue;
             if (from > 1 && strcmp(key, "skipped_iterations") == 0) continue; // of the iterations since the start
             compared++;
             if (good || result >= (near ? NEARLY : FAILED)) continue;
