@@ -92,13 +92,27 @@ static inline int64_t mt_cuda_kda_bytes(int64_t chunks, int64_t heads, const mt_
     return heads * (chunks * each + spans * blocks * 64 * lines * 256 * V) * 4 + chunks * 16 + 16 * 256;
 }
 
+/* The same of delta_chunks.cu, whose matrices have 64 tokens and 128 channels, two states, and A or P. */
+static inline int64_t mt_cuda_delta_chunks_bytes(int64_t chunks, int64_t heads, bool train) {
+    int64_t rows = 64 * 128 * 2, state = 128 * 128 * 2, square = 64 * 64 * 2;
+    int64_t each = 4 * rows + state + square + 128 * 4 + (train ? rows + state + 4 + 128 * 4 : 0);
+    return chunks * (heads * each + 16) + 16 * 256;
+}
+
+/* delta_rule.cu and kda.cu take what delta_chunks.cu does not, of such heads too, in groups that fit. */
 static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
-    int64_t chunks = mt_divide_up(T, 64) + 16;
-    if (a->decays > 1)
-        return mt_cuda_workspace_of_groups(mt_cuda_kda_bytes(chunks, a->Hv, a, train),
-                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train), 1536);
-    return mt_cuda_workspace_of_groups(mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train),
-                                       mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train), 768);
+    int64_t chunks = mt_divide_up(T, 64) + 16, heads = a->Hv / a->Hk;
+    bool in_chunks = dtype != MT_F32 && a->Dk == MT_CUDA_DELTA_CHANNELS && a->Dv == MT_CUDA_DELTA_CHANNELS;
+    int64_t all = a->decays > 1 ? mt_cuda_kda_bytes(chunks, a->Hv, a, train)
+                                : mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train);
+    int64_t one = a->decays > 1 ? mt_cuda_kda_bytes(chunks, heads, a, train)
+                                : mt_cuda_delta_bytes(chunks, heads, a, dtype, train);
+    if (in_chunks) {
+        int64_t of_group = mt_cuda_delta_chunks_bytes(chunks, heads, train);
+        all = mt_cuda_delta_chunks_bytes(chunks, a->Hv, train), one = one > of_group ? one : of_group;
+        return mt_cuda_workspace_of_groups(all > one ? all : one, one, 1280);
+    }
+    return mt_cuda_workspace_of_groups(all, one, a->decays > 1 ? 1536 : 768);
 }
 
 /* Bytes of the arrays of ssd.cu for some chunks of 64 tokens and groups: states and gates of the kernels on tensor
