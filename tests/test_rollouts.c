@@ -817,8 +817,8 @@ static void pending_batches_are_read_as_written(void **state) {
     begin_step(&written[0].rollouts, &prompts);
     mt_rollouts *r = &written[0].rollouts;
     int64_t order[] = {2};
-    uint8_t *is_written = mt_malloc(2);
-    is_written[0] = 1, is_written[1] = 0;
+    uint8_t *is_written = mt_calloc(r->response_tokens[1]);
+    is_written[0] = 1;
     mt_rollouts_set_turns(r, 1, (mt_turns){.is_written = is_written, .count = 2, .last = 1, .reward = 0.5});
     mt_rollouts_keep_part(r, 0, 0);
     mt_rollouts_select(r, &config);
