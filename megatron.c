@@ -4481,6 +4481,26 @@ mt_grid mt_grid_new(const mt_grid *grid) {
     return further;
 }
 
+void mt_grid_split(mt_grid *grid, mt_group *all, int last) {
+    mt_group *world = &grid->world;
+    *all = *world;
+    MT_CHECK(last > 0 && last < all->size);
+    int first = all->rank < all->size - last ? 0 : all->size - last;
+    world->size = first > 0 ? last : all->size - last, world->rank = all->rank - first;
+    world->members = mt_malloc(world->size * (int64_t)sizeof(int));
+    for (int i = 0; i < world->size; i++) world->members[i] = i;
+#ifdef MT_HAVE_MPI
+    MPI_Comm *comm = mt_malloc(sizeof *comm);
+    MPI_Comm_split(*(MPI_Comm *)all->comm, first > 0, all->rank, comm);
+    world->comm = comm;
+#endif
+}
+
+void mt_group_free(mt_group *all) {
+    free(all->comm), free(all->members);
+    *all = (mt_group){.size = 1};
+}
+
 /* Makes one group. All ranks of the world call it: each is in one group of every kind. */
 static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
     group->size = count, group->rank = 0, group->members = mt_malloc(count * (int64_t)sizeof(int));

@@ -2829,6 +2829,12 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
  * watchdog has the limits of the first grid's options. */
 mt_grid mt_grid_new(const mt_grid *grid);
 
+/* Divides the ranks of a started grid, before it is built: its last `last` ranks have a world of their own from now on,
+ * and so have the others. all: the ranks of both, to free with mt_group_free before mt_grid_stop. Every rank calls it;
+ * 0 < last < ranks. */
+void mt_grid_split(mt_grid *grid, mt_group *all, int last);
+void mt_group_free(mt_group *all);
+
 /* Makes all groups for finished options. Every rank calls it. */
 int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 

@@ -182,6 +182,109 @@ responses_wait_for_their_iteration() {
     done
 }
 
+# logged_reward FILE [LINES]: the options of a program that writes its lines to FILE, and rewards a response by its
+# length; it ends with an error behind LINES of them.
+logged_reward() {
+    rm -f "$1"
+    echo "while read -r line; do [ \$((seen += 1)) -le ${2:-1000000} ] || exit 3; echo \"\$line\" >>$1; \
+        echo 0.\$((\${#line} * 7 % 10)); done"
+}
+
+# Responses of 1 to 8 tokens; a phase writes two.
+split="--num-return-sequences 3 --ppo-epochs 2 --global-batch-size 4 --rollout-batch-size 4 --max-new-tokens 8
+    --temperature 1.8 --reward command --partial-rollout-max-split 4"
+
+# Cut and continued by unchanged weights, a response is the one that is written at once: in one iteration whatever the
+# learning rate, in several with one of nearly 0.
+continued_responses_equal_uncut_ones() {
+    # shellcheck disable=SC2086
+    set -- $split --lr 1e-3 --train-iters 4 --bitwise-rollouts
+    learn 1 "$work/whole" "$@" --partial-rollout-max-split 1 --reward-command "$(logged_reward "$work/texts.whole")" &&
+        learn 1 "$work/cut" "$@" --over-sampling-batch-size 4 --reward-command "$(logged_reward "$work/texts.cut")" &&
+        cmp "$work/texts.whole" "$work/texts.cut" || return 1
+    for key in lm_loss grad_norm ppo_kl entropy generation_gap overlong; do
+        same_series "$work/whole" "$work/cut" 0 1 $key || return 1
+    done
+    series staleness_at_most "$work/cut" | awk '$1 != 0 { exit 1 } END { exit NR != 4 }' || return 1
+    # shellcheck disable=SC2086
+    set -- $split --lr 1e-30
+    learn 1 "$work/whole" "$@" --train-iters 6 --partial-rollout-max-split 1 \
+        --reward-command "$(logged_reward "$work/texts.whole")" &&
+        learn 1 "$work/cut" "$@" --train-iters 5 --reward-command "$(logged_reward "$work/texts.cut")" || return 1
+    # 20 of the first 24 prompts, in another order; the old log-probabilities are those of a forward of now
+    sort "$work/texts.whole" >"$work/a" && sort "$work/texts.cut" | comm -23 - "$work/a" >"$work/b" &&
+        [ ! -s "$work/b" ] && [ "$(wc -l <"$work/texts.cut")" = 60 ] &&
+        series responses_continued "$work/cut" | awk '{ n += $1 > 0 } END { exit !(n > 1) }' &&
+        series generation_gap "$work/cut" | awk '$1 > 1e-4 { exit 1 }' &&
+        series ppo_kl "$work/cut" | awk '$1 > 1e-6 || $1 < -1e-6 { print "kl " $1; exit 1 } END { exit NR != 5 }'
+}
+
+# Old log-probabilities are those of the weights that wrote a token: by training's forward of then as by the generator,
+# which agree here. No token is older than the bound. In the first iteration nothing is continued.
+continued_responses_keep_their_log_probabilities() {
+    # shellcheck disable=SC2086
+    set -- $split --lr 2e-3 --train-iters 5
+    learn 1 "$work/scored" "$@" --reward-command "$(logged_reward "$work/texts")" &&
+        learn 1 "$work/bypass" "$@" --reward-command "$(logged_reward "$work/texts")" --bypass-mode || return 1
+    for key in lm_loss grad_norm ppo_kl staleness responses_continued; do
+        same_series "$work/scored" "$work/bypass" 1e-3 0.01 $key || return 1
+    done
+    series generation_gap "$work/scored" | awk '$1 > 1e-4 { exit 1 } END { exit NR != 5 }' &&
+        series staleness "$work/scored" | awk 'NR == 1 && $1 != 0 { exit 1 } { sum += $1 } END { exit !(sum > 0.5) }' &&
+        series prompts_in_progress "$work/scored" | awk '$1 != 4 { exit 1 }' || return 1
+    for bound in 1 2; do # the second: one more than --rollout-lag
+        learn 1 "$work/bound" "$@" --reward-command "$(logged_reward "$work/texts")" --max-head-offpolicyness $bound \
+            --rollout-lag $((bound - 1)) && series staleness_at_most "$work/bound" | awk -v bound=$bound '
+                $1 > bound { print "staleness " $1; exit 1 } $1 == bound { n++ } END { exit !n }' || return 1
+    done
+}
+
+# A run that stops, or whose rewards end, goes on with the responses in progress.
+responses_in_progress_are_saved() {
+    while read -r stop method; do
+        # shellcheck disable=SC2086
+        set -- $split --lr 1e-3 $method
+        rm -rf "$work/late"
+        learn 1 "$work/whole" "$@" --train-iters 5 --reward-command "$(logged_reward "$work/texts.whole")" &&
+            learn 1 "$work/parts" "$@" --train-iters "$stop" --save "$work/late" \
+                --reward-command "$(logged_reward "$work/texts.parts")" || return 1
+        # shellcheck disable=SC2086
+        "$train" --stage rl --load "$work/late" --save "$work/late" --data-path "$work/rl.jsonl" --seq-length 16 \
+            --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" --train-iters 5 \
+            --reward-command "$(logged_reward "$work/texts.rest")" >"$work/out" 2>"$work/err" </dev/null || return 1
+        cat "$work/texts.parts" "$work/texts.rest" | cmp - "$work/texts.whole" || return 1
+        for key in lm_loss grad_norm staleness responses_continued prompts_in_progress; do
+            same_series "$work/whole" "$work/parts" 0 1 $key || return 1
+        done
+    done <<EOF
+3
+2 --rollout-lag 2 --dynamic-sampling --rollout-is token
+1 --adv-estimator gae --bypass-mode
+EOF
+    # shellcheck disable=SC2086
+    set -- $split --lr 1e-3
+    learn 1 "$work/whole" "$@" --train-iters 4 --reward-command "$(logged_reward "$work/texts.whole")" || return 1
+    rm -rf "$work/late"
+    learn 1 "$work/parts" "$@" --train-iters 4 --save "$work/late" \
+        --reward-command "$(logged_reward "$work/texts.parts" 29)" && return 1 # in the third iteration
+    says '^saved iteration 2 to' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    set -- "$train" --stage rl --load "$work/late" --data-path "$work/rl.jsonl" --seq-length 16 --micro-batch-size 4 \
+        --log-interval 1 --metrics "$work/parts" $common "$@" --train-iters 4 --reward-command \
+        "$(logged_reward "$work/texts.rest")"
+    refused 'in progress to 4 prompts' "$@" --partial-rollout-max-split 1 &&
+        "$@" >"$work/out" 2>"$work/err" &&
+        (head -n 24 "$work/texts.parts" && cat "$work/texts.rest") | cmp - "$work/texts.whole" || return 1
+    for key in lm_loss grad_norm staleness; do same_series "$work/whole" "$work/parts" 0 1 $key || return 1; done
+    set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 --lr 1e-3 \
+        --max-new-tokens 8 --chat-template plain --train-iters 1 --partial-rollout-max-split
+    refused 'a phase writes a token at least' "$@" 9 && refused 'at most twice' "$@" 2 --over-sampling-batch-size 17 &&
+        refused 'more than --rollout-lag 1' "$@" 2 --max-head-offpolicyness 1 --rollout-lag 1 &&
+        refused 'needs --partial-rollout-max-split' "$@" 1 --over-sampling-batch-size 8 &&
+        refused 'env-command' "$@" 2 --env-command true && refused '--stop' "$@" 2 --stop 5 &&
+        refused 'remax' "$@" 2 --adv-estimator remax
+}
+
 options_of_a_policy_are_idle_beside_a_teacher_alone() {
     set -- --rollout-batch-size 4 --num-return-sequences 2 --train-iters 1 --lr 1e-3 --teacher-load "$work/sorter" \
         --reward number --clip-ratio-low 0.1 --clip-ratio-c 4 --kl-loss-type k2 --kl-loss-coef 0.1 --entropy-coeff 0.01
@@ -722,6 +825,9 @@ check a_model_teaches_itself a_model_teaches_itself
 check teachers_are_refused teachers_are_refused
 check options_of_a_policy_are_idle_beside_a_teacher_alone options_of_a_policy_are_idle_beside_a_teacher_alone
 check responses_wait_for_their_iteration responses_wait_for_their_iteration
+check continued_responses_equal_uncut_ones continued_responses_equal_uncut_ones
+check continued_responses_keep_their_log_probabilities continued_responses_keep_their_log_probabilities
+check responses_in_progress_are_saved responses_in_progress_are_saved
 check ppo_with_a_critic_learns_to_sort ppo_with_a_critic_learns
 check rewards_are_added_up rewards_are_added_up
 check bypass_mode_takes_the_generators_log_probabilities bypass_mode_takes_the_generators_log_probabilities

@@ -68,7 +68,7 @@ routes_are_replayed() {
     # shellcheck disable=SC2086
     on_ranks 1 "$train" "$@" $common --metrics "$work/free" &&
         series ppo_kl "$work/free" | awk '$1 < 1e-5 && $1 > -1e-5 { exit 1 }' || return 1
-    for replay in R2 R3; do
+    for replay in R2 R3 'R3 --partial-rollout-max-split 4'; do
         # shellcheck disable=SC2086
         on_ranks 1 "$train" "$@" $common --router-replay $replay --metrics "$work/one" && replays "$work/one" ||
             return 1

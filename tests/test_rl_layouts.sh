@@ -9,6 +9,8 @@ export OMP_NUM_THREADS=1
 # The epsilon keeps AdamW from dividing gradients that are rounding errors by their own size.
 every_layout_does_the_same() {
     for method in "--adv-estimator grpo --dynamic-sampling --rollout-lag 1" \
+        "--partial-rollout-max-split 4 --max-new-tokens 8 --temperature 1.8 --rollout-lag 1 --reward regex
+            --reward-pattern [0-4]" \
         "--adv-estimator gae --whiten-advantages --kl-in-reward --kl-coef 0.01 --entropy-coeff 0.01" \
         "--adv-estimator rloo --pg-variant gspo --kl-loss-coef 0.01 --temperature 0.7"; do
         set -- --rollout-batch-size 6 --num-return-sequences 4 --train-iters 3 --lr 1e-3 --ppo-epochs 2 \
@@ -144,13 +146,19 @@ EOF
         seq-mean-token-sum --chat-template plain
 }
 
-# Killed at random moments, a run that starts again ends with the same weights: with a teacher that lags and batches
-# that wait, which its checkpoints hold.
+# Killed at random moments, a run that starts again ends with the same weights: with a teacher that lags, and batches
+# that wait or responses in progress, which its checkpoints hold.
 a_run_that_is_killed_goes_on_as_before() {
+    ends_as_before --rollout-lag 2 && rm -rf "$work/killed" "$work/unharmed" &&
+        ends_as_before --partial-rollout-max-split 3 --max-new-tokens 8 --temperature 1.8
+}
+
+# ends_as_before OPTIONS...
+ends_as_before() {
     set -- "$train" --stage rl --load "$work/base" --finetune --data-path "$work/rl.jsonl" --seq-length 16 \
         --max-new-tokens 4 --micro-batch-size 4 --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 \
-        --train-iters 12 --rollout-lag 2 --distillation-in policy-gradient --self-distillation lagging \
-        --teacher-interval 4 --adv-estimator gae --keep-checkpoints 3 --save-interval 1
+        --train-iters 12 --distillation-in policy-gradient --self-distillation lagging --teacher-interval 4 \
+        --adv-estimator gae --keep-checkpoints 3 --save-interval 1 "$@"
     # shellcheck disable=SC2086
     "$@" $common --save "$work/unharmed" >"$work/out" 2>"$work/err" || return 1
     starts=0
@@ -174,6 +182,78 @@ a_run_that_is_killed_goes_on_as_before() {
         teacher/iter_0000012/model.safetensors; do
         cmp "$work/unharmed/$file" "$work/killed/$file" || return 1
     done
+}
+
+# The versions of weights are those of --rollout-lag, whichever ranks write: bit for bit on one layout, and a run may
+# stop with ranks that write and go on without them, or the other way round.
+ranks_that_write_change_nothing() {
+    set -- --rollout-batch-size 6 --num-return-sequences 4 --ppo-epochs 2 --global-batch-size 8 --lr 1e-3 \
+        --adam-eps 1e-4 --max-new-tokens 8 --temperature 1.8 --reward regex --reward-pattern '[0-4]' --bypass-mode
+    for lag in 1 2; do
+        learn 1 "$work/one" "$@" --rollout-lag $lag --train-iters 5 --bitwise-rollouts &&
+            learn 2 "$work/two" "$@" --rollout-lag $lag --train-iters 5 --bitwise-rollouts --rollout-ranks 1 || return 1
+        for key in reward lm_loss grad_norm ppo_kl response_tokens staleness; do
+            same_series "$work/one" "$work/two" 0 1 $key || return 1
+        done
+    done
+    series generation_seconds_overlapped "$work/two" | awk '$1 < 0 { exit 1 } END { exit NR != 5 }' || return 1
+    learn 1 "$work/one" "$@" --rollout-lag 2 --train-iters 4 --stop 12 || return 1
+    while read -r ranks layout; do
+        # shellcheck disable=SC2086
+        learn "$ranks" "$work/other" "$@" --rollout-lag 2 --train-iters 4 --stop 12 $layout || return 1
+        for key in reward lm_loss grad_norm response_tokens; do
+            same_series "$work/one" "$work/other" 1e-4 1 $key || {
+                echo "$ranks ranks, $layout"
+                return 1
+            }
+        done
+    done <<EOF
+3 --rollout-ranks 2
+3 --rollout-ranks 1 --tensor-model-parallel-size 2
+4 --rollout-ranks 2 --rollout-tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params
+EOF
+    learn 1 "$work/whole" "$@" --rollout-lag 1 --train-iters 5 --bitwise-rollouts || return 1
+    for first in 1 2; do
+        rm -rf "$work/apart"
+        # shellcheck disable=SC2046
+        learn $first "$work/parts" "$@" --rollout-lag 1 --train-iters 3 --bitwise-rollouts --save "$work/apart" \
+            $([ $first = 1 ] || echo --rollout-ranks 1) || return 1
+        # shellcheck disable=SC2046,SC2086
+        on_ranks $((3 - first)) "$train" --stage rl --load "$work/apart" --data-path "$work/rl.jsonl" --seq-length 16 \
+            --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" --rollout-lag 1 \
+            --train-iters 5 --bitwise-rollouts $([ $first = 2 ] || echo --rollout-ranks 1) || return 1
+        for key in reward lm_loss grad_norm staleness; do
+            same_series "$work/whole" "$work/parts" 0 1 $key || return 1
+        done
+    done
+}
+
+# Rewards that end lose no batch, and errors of either side end all ranks.
+ranks_that_write_end_with_the_others() {
+    set -- --rollout-batch-size 4 --num-return-sequences 2 --lr 1e-3 --reward command --train-iters 5 --bypass-mode \
+        --rollout-lag 1 --bitwise-rollouts
+    echo 'while read -r line; do [ $((seen += 1)) -le ${1:-1000} ] || exit 3; echo 0.$((${#line} * 7 % 10)); done' \
+        >"$work/ends.sh"
+    learn 1 "$work/whole" "$@" --reward-command "sh $work/ends.sh" || return 1
+    rm -rf "$work/apart"
+    learn 2 "$work/parts" "$@" --rollout-ranks 1 --save "$work/apart" --reward-command "sh $work/ends.sh 20" && return 1
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says '^saved iteration 2 to' "$work/out" || return 1
+    # shellcheck disable=SC2086
+    on_ranks 2 "$train" --stage rl --load "$work/apart" --data-path "$work/rl.jsonl" --seq-length 16 \
+        --max-new-tokens 4 --micro-batch-size 4 --log-interval 1 --metrics "$work/parts" $common "$@" \
+        --rollout-ranks 1 --reward-command "sh $work/ends.sh" || return 1
+    for key in reward lm_loss grad_norm; do same_series "$work/whole" "$work/parts" 0 1 $key || return 1; done
+    for wrong in '--rollout-ranks 2' '--rollout-ranks 1 --rollout-tensor-model-parallel-size 3' \
+        '--rollout-ranks 1 --data-path missing'; do
+        # shellcheck disable=SC2086
+        learn 2 "$work/parts" "$@" --reward-command true $wrong && return 1
+        [ "$(grep -c '^error: ' "$work/err")" = 1 ] || { echo "$wrong" && return 1; }
+    done
+    set -- "$train" --stage rl --load "$work/base" --data-path "$work/rl.jsonl" --seq-length 16 --max-new-tokens 4 \
+        --chat-template plain --train-iters 1 --lr 1e-3 --rollout-ranks 1
+    refused 'needs --rollout-lag' "$@" --bypass-mode && refused 'needs --bypass-mode' "$@" --rollout-lag 1 &&
+        refused 'dynamic-sampling' "$@" --rollout-lag 1 --bypass-mode --dynamic-sampling &&
+        refused 'leaves no rank that trains, of 1' "$@" --rollout-lag 1 --bypass-mode
 }
 
 # Drawn from one token, a response is the greedy one, whose reward is its baseline; in any layout of the generator.
@@ -204,5 +284,7 @@ check every_loss_does_the_same_on_layouts every_loss_does_the_same_on_layouts
 check teachers_have_layouts teachers_have_layouts
 check modules_of_multi_token_prediction_train modules_of_multi_token_prediction_train
 check a_run_that_is_killed_goes_on_as_before a_run_that_is_killed_goes_on_as_before
+check ranks_that_write_change_nothing ranks_that_write_change_nothing
+check ranks_that_write_end_with_the_others ranks_that_write_end_with_the_others
 check remax_compares_with_a_greedy_response remax_compares_with_a_greedy_response
 exit $failed

@@ -784,6 +784,27 @@ static int close_all(void **state) {
     return remove_root(state);
 }
 
+/* A batch is made of the oldest prompts whose responses have ended; one that began long ago is waited for. */
+static void prompts_that_end_make_a_batch(void **state) {
+    (void)state;
+    mt_partials p = {.each = 2};
+    mt_partial_group taken[2];
+    for (int64_t i = 0; i < 4; i++) mt_partials_begin(&p, 10 + i, i, i / 2); // for batches 0, 0, 1, 1
+    for (int64_t g = 1; g < 4; g++) p.groups[g].responses[0].ended = p.groups[g].responses[1].ended = g != 2;
+    p.groups[0].responses[1].ended = true;
+    assert_int_equal(mt_partials_unfinished(&p), 3);
+    assert_true(mt_partials_suffice(&p, 2, 1, 2) && !mt_partials_suffice(&p, 3, 1, 2));
+    assert_false(mt_partials_suffice(&p, 2, 2, 2)); // the first two have to be in batch 2
+    mt_partials_take(&p, 2, taken);
+    assert_true(taken[0].position == 11 && taken[1].position == 13 && p.count == 2);
+    assert_true(p.groups[0].position == 10 && p.groups[1].position == 12);
+    assert_false(mt_partials_suffice(&p, 0, 2, 2));
+    p.groups[0].responses[0].ended = true;
+    assert_true(mt_partials_suffice(&p, 1, 2, 2) && !mt_partials_suffice(&p, 1, 3, 2));
+    for (int i = 0; i < 2; i++) mt_partial_group_free(&taken[i], 2);
+    mt_partials_free(&p);
+}
+
 /* Batches that wait are read as they were written; a file of any other length is refused. */
 static void pending_batches_are_read_as_written(void **state) {
     (void)state;
@@ -796,8 +817,8 @@ static void pending_batches_are_read_as_written(void **state) {
     begin_step(&written[0].rollouts, &prompts);
     mt_rollouts *r = &written[0].rollouts;
     int64_t order[] = {2};
-    uint8_t *is_written = mt_malloc(2);
-    is_written[0] = 1, is_written[1] = 0;
+    uint8_t *is_written = mt_calloc(r->response_tokens[1]);
+    is_written[0] = 1;
     mt_rollouts_set_turns(r, 1, (mt_turns){.is_written = is_written, .count = 2, .last = 1, .reward = 0.5});
     mt_rollouts_keep_part(r, 0, 0);
     mt_rollouts_select(r, &config);
@@ -814,10 +835,19 @@ static void pending_batches_are_read_as_written(void **state) {
     mt_rollouts_set(&written[1].rollouts, 0, (const int32_t[]){7}, 1, true);
     written[1].rollouts.scores[0] = NAN;
     mt_rollouts_select(&written[1].rollouts, &config);
+    written[0].versions = (mt_versions){2.5, 1, 0.75};
+    mt_waiting all = {.batches = written, .count = 2, .partials = {.each = 2}}, got = {.batches = read, .most = 2};
+    got.partials.each = 2;
+    mt_partials_begin(&all.partials, 11, 1, 3), mt_partials_begin(&all.partials, 12, 0, 4);
+    mt_partial *going = &all.partials.groups[0].responses[1];
+    mt_partial_append(going, (const int32_t[]){5, 6}, (const float[]){-0.5f, -1}, 2, 3);
+    mt_partial_append(going, (const int32_t[]){7}, (const float[]){-2}, 1, 4);
+    going->old_logps = mt_calloc(16), going->old_logps[1] = -1.25, going->num_scored = 2;
+    going->routes = mt_calloc((int64_t)ROW * 4 * 4), going->num_routes = 4, going->overlong = true;
     int64_t size, again;
-    char *bytes = mt_pending_write(written, 2, ROW, &size);
-    assert_int_equal(mt_pending_read(read, 2, bytes, size, ROW, &prompts, &config, &error), 2);
-    char *copy = mt_pending_write(read, 2, ROW, &again);
+    char *bytes = mt_waiting_write(&all, ROW, &size);
+    assert_int_equal(mt_waiting_read(&got, bytes, size, ROW, &prompts, &config, &error), 0);
+    char *copy = mt_waiting_write(&got, ROW, &again);
     assert_int_equal(size, again);
     assert_memory_equal(bytes, copy, (size_t)size);
     const mt_rollouts *other = &read[0].rollouts;
@@ -826,14 +856,28 @@ static void pending_batches_are_read_as_written(void **state) {
     assert_memory_equal(other->samples.is_trained, r->samples.is_trained, (size_t)r->samples.offsets[r->samples.count]);
     assert_int_equal(read[0].iteration, 3);
     assert_true(read[0].mismatch.kl == 0.5 && read[1].cut == 0.125 && other->turns[1].reward == 0.5);
-    for (int i = 0; i < 2; i++) mt_pending_free(&read[i]);
+    const mt_partial *gone = &got.partials.groups[0].responses[1];
+    assert_true(gone->versions[2] == 4 && gone->old_logps[1] == -1.25 && gone->overlong && !gone->ended);
+    assert_int_equal(got.partials.groups[1].position, 12);
+    mt_waiting_clear(&got);
     for (int64_t less = 0; less < size; less++)
-        assert_int_equal(mt_pending_read(read, 2, bytes, less, ROW, &prompts, &config, &error), -1);
-    assert_int_equal(mt_pending_read(read, 1, bytes, size, ROW, &prompts, &config, &error), -1);
+        assert_int_equal(mt_waiting_read(&got, bytes, less, ROW, &prompts, &config, &error), -1);
+    got.partials.each = 3;
+    assert_int_equal(mt_waiting_read(&got, bytes, size, ROW, &prompts, &config, &error), -1);
+    assert_non_null(strstr(error.text, "num-return-sequences"));
+    got.most = 1;
+    assert_int_equal(mt_waiting_read(&got, bytes, size, ROW, &prompts, &config, &error), -1);
     assert_non_null(strstr(error.text, "more than the 1"));
-    assert_int_equal(mt_pending_read(read, 2, bytes, size, ROW + 1, &prompts, &config, &error), -1);
+    got.most = 2;
+    assert_int_equal(mt_waiting_read(&got, bytes, size, ROW + 1, &prompts, &config, &error), -1);
     assert_non_null(strstr(error.text, "another model"));
-    for (int i = 0; i < 2; i++) mt_pending_free(&written[i]);
+    // a file of the first format: without versions and responses in progress
+    mt_waiting none = {.batches = written};
+    char *first = mt_waiting_write(&none, ROW, &again);
+    first[6] = '1', got.partials.each = 2;
+    assert_int_equal(mt_waiting_read(&got, first, again - 16, ROW, &prompts, &config, &error), 0);
+    free(first);
+    mt_waiting_clear(&all);
     free(bytes), free(copy), free(keeps);
     mt_samples_free(&prompts);
 }
@@ -846,6 +890,7 @@ int main(void) {
         cmocka_unit_test(order_depends_on_seed_and_position_only),
         cmocka_unit_test(shares_of_tags_have_quotas_and_epochs),
         cmocka_unit_test(prompts_name_their_teachers),
+        cmocka_unit_test(prompts_that_end_make_a_batch),
         cmocka_unit_test(pending_batches_are_read_as_written),
         cmocka_unit_test(rewards_are_normalised_over_batch_or_group),
         cmocka_unit_test(baselines_are_compared_with_and_not_trained_on),

@@ -109,6 +109,7 @@ a_stopped_run_goes_on_equally() {
     done <<'END'
 qwen3_vl --adv-estimator gae --kl-in-reward --kl-coef 0.01
 qwen2_5_vl --rollout-lag 1 --sequence-packing --freeze-vision
+qwen3_vl --partial-rollout-max-split 3
 END
 }
 

@@ -6,13 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char mt_pending_magic[8] = "MTROLL1"; // with its 0
+/* With its 0. The first has no versions of weights and no responses in progress. */
+static const char mt_first_magic[8] = "MTROLL1", mt_waiting_magic[8] = "MTROLL2";
 
 /* Bytes that are written, or read. */
 typedef struct stream {
     char *bytes; // of a writer: to free
     int64_t size, at;
     bool reads, failed;
+    bool is_first; // mt_first_magic
 } stream;
 
 /* Writes data[bytes], or reads them. */
@@ -100,6 +102,44 @@ static void pass_batch(stream *s, mt_pending *b, int64_t row, const mt_samples *
     pass_int(s, &b->iteration), pass_int(s, &b->rounds);
     pass(s, &b->mismatch, sizeof b->mismatch);
     pass(s, &b->generation_gap, 8), pass(s, &b->cut, 8), pass(s, &b->rejected, 8), pass(s, &b->entropy, 8);
+    if (s->is_first)
+        b->versions = (mt_versions){.mean = (double)b->iteration, .oldest = b->iteration};
+    else
+        pass(s, &b->versions.mean, 8), pass_int(s, &b->versions.oldest), pass(s, &b->versions.continued, 8),
+            pass(s, &b->is_unscored, sizeof b->is_unscored);
+}
+
+/* A response in progress. A row of routes has `row` elements. */
+static void pass_partial(stream *s, mt_partial *r, int64_t row) {
+    int64_t ended = r->ended, overlong = r->overlong;
+    pass_int(s, &r->count), pass_int(s, &r->num_scored), pass_int(s, &r->num_routes);
+    pass_int(s, &ended), pass_int(s, &overlong);
+    r->ended = ended != 0, r->overlong = overlong != 0;
+    bool good = r->count >= 0 && r->count <= s->size && r->num_scored >= 0 && r->num_scored <= r->count &&
+                r->num_routes >= 0 && r->num_routes <= s->size;
+    s->failed |= s->reads && !good;
+    if (s->failed) return;
+    pass_array(s, &r->tokens, r->count * 4), pass_array(s, &r->logps, r->count * 4);
+    pass_array(s, &r->versions, r->count * 8), pass_array(s, &r->old_logps, r->num_scored * 8);
+    pass_array(s, &r->routes, r->num_routes * row * 4);
+    if (s->reads && row == 0) free(r->routes), r->routes = NULL, r->num_routes = 0; // of a run without replay
+    s->failed |= s->reads && r->count > 0 && (!r->tokens || !r->logps || !r->versions);
+    s->failed |= s->reads && r->num_scored > 0 && !r->old_logps;
+}
+
+static void pass_partials(stream *s, mt_partials *p, int64_t row, const mt_samples *prompts) {
+    int64_t sizes[] = {p->count, p->each};
+    pass(s, sizes, sizeof sizes);
+    s->failed |= s->reads && (sizes[0] < 0 || sizes[0] > s->size || (sizes[0] > 0 && sizes[1] != p->each));
+    for (int64_t g = 0; g < sizes[0] && !s->failed; g++) {
+        if (s->reads) mt_partials_begin(p, 0, 0, 0);
+        mt_partial_group *group = &p->groups[g];
+        int64_t numbers[] = {group->position, group->prompt, group->batch};
+        pass(s, numbers, sizeof numbers);
+        if (s->reads) group->position = numbers[0], group->prompt = numbers[1], group->batch = numbers[2];
+        s->failed |= s->reads && (numbers[1] < 0 || numbers[1] >= prompts->count);
+        for (int64_t i = 0; i < p->each && !s->failed; i++) pass_partial(s, &group->responses[i], row);
+    }
 }
 
 void mt_pending_free(mt_pending *batch) {
@@ -108,35 +148,46 @@ void mt_pending_free(mt_pending *batch) {
     *batch = (mt_pending){0};
 }
 
-char *mt_pending_write(const mt_pending *batches, int64_t count, int64_t row, int64_t *size) {
+void mt_waiting_clear(mt_waiting *w) {
+    for (int64_t i = 0; i < w->count; i++) mt_pending_free(&w->batches[i]);
+    mt_partials_free(&w->partials);
+    w->count = 0;
+}
+
+char *mt_waiting_write(const mt_waiting *w, int64_t row, int64_t *size) {
     stream s = {0};
-    char magic[sizeof mt_pending_magic];
-    memcpy(magic, mt_pending_magic, sizeof magic);
+    char magic[sizeof mt_waiting_magic];
+    int64_t count = w->count;
+    mt_partials partials = w->partials; // only read
+    memcpy(magic, mt_waiting_magic, sizeof magic);
     pass(&s, magic, sizeof magic);
     pass_int(&s, &count), pass_int(&s, &row);
     for (int64_t i = 0; i < count; i++) {
-        mt_pending batch = batches[i]; // only read
+        mt_pending batch = w->batches[i]; // only read
         pass_batch(&s, &batch, row, NULL, NULL);
     }
+    pass_partials(&s, &partials, row, NULL);
     *size = s.at;
     return s.bytes;
 }
 
-int64_t mt_pending_read(mt_pending *batches, int64_t most, const char *bytes, int64_t size, int64_t row,
-                        const mt_samples *prompts, const mt_rollout_config *config, mt_error *error) {
+int mt_waiting_read(mt_waiting *w, const char *bytes, int64_t size, int64_t row, const mt_samples *prompts,
+                    const mt_rollout_config *config, mt_error *error) {
     stream s = {.bytes = (char *)bytes, .size = size, .reads = true}; // only read
-    char magic[sizeof mt_pending_magic] = "";
-    int64_t count = 0, wide = 0, read = 0;
+    char magic[sizeof mt_waiting_magic] = "";
+    int64_t count = 0, wide = 0;
     pass(&s, magic, sizeof magic);
     pass_int(&s, &count), pass_int(&s, &wide);
-    if (s.failed || memcmp(magic, mt_pending_magic, sizeof magic) != 0)
+    s.is_first = memcmp(magic, mt_first_magic, sizeof magic) == 0;
+    if (s.failed || (!s.is_first && memcmp(magic, mt_waiting_magic, sizeof magic) != 0))
         return mt_error_set(error, "holds no rollouts of this program");
-    if (count < 0 || count > most)
+    if (count < 0 || count > w->most)
         return mt_error_set(error, "holds %lld batches of rollouts, more than the %lld of the longest --rollout-lag",
-                            (long long)count, (long long)most);
+                            (long long)count, (long long)w->most);
     if (wide != row && wide * row != 0) return mt_error_set(error, "holds the routes of another model");
-    for (; read < count && !s.failed; read++) pass_batch(&s, &batches[read], wide, prompts, config);
-    if (!s.failed && s.at == size) return count;
-    for (int64_t i = 0; i < read; i++) mt_pending_free(&batches[i]);
-    return mt_error_set(error, "is damaged, or was written for other prompts");
+    while (w->count < count && !s.failed) pass_batch(&s, &w->batches[w->count++], wide, prompts, config);
+    if (!s.failed && !s.is_first) pass_partials(&s, &w->partials, wide, prompts);
+    if (!s.failed && s.at == size) return 0;
+    mt_waiting_clear(w);
+    return mt_error_set(error, "is damaged, or was written for other prompts or another --num-return-sequences");
 }

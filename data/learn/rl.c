@@ -98,15 +98,28 @@ struct mt_rl {
     mt_policy_config policy;
     mt_correction correction;
     mt_plan_shape shape; // of micro-batches on the actor's grid
-    /* --rollout-lag: batches that wait for their iteration, the next one first; the file of rank 0's next checkpoint */
-    mt_pending *pending;
-    int64_t num_pending, staleness; // staleness: iterations since the weights that wrote the batch at hand
-    char *saved_pending;
+    /* --rollout-lag: batches that wait for their iteration, the next one first; responses in progress; the file of rank
+     * 0's next checkpoint */
+    mt_waiting waiting;
+    char *saved_waiting;
     int64_t saved_bytes;
+    /* --rollout-ranks: the batch that they write, its prompts and iteration; the seconds that they took for the batches
+     * since the last report, and those in which this rank waited for them */
+    int64_t *written_prompts; // [rollout_batch_size]; NULL: they write none
+    int64_t written_iteration;
+    double writing, waited;
+    double staleness; // of the counted tokens of the batch at hand: iterations since the weights that wrote them
+    int64_t most_staleness;
+    double continued; // share of its responses that weights of several iterations wrote
     /* of the iteration */
     // The generator's log-probabilities of all tokens of the responses, one after another, at --temperature and of all
     // tokens of the vocabulary; NULL: none
     float *generated;
+    // Of the same tokens, with --partial-rollout-max-split: versions of the weights that wrote them, and the
+    // log-probabilities that training gave those of earlier iterations then
+    int64_t *versions;
+    double *old_logps;
+    int64_t phases;        // of generation, with --partial-rollout-max-split
     int64_t rounds;        // of responses
     double drafts[2];      // drafted tokens; those accepted
     mt_mismatch mismatch;  // of generator and training, before the correction
@@ -128,13 +141,6 @@ struct mt_rl {
 
 /* ---- models */
 
-/* Adds the memory for responses to the plan of a model with `options`. */
-static void plan_generation(mt_model_plan *plan, const mt_run_options *o) {
-    int64_t responses = mt_divide_up(o->rollout_batch_size * o->num_return_sequences, o->stack.data_parallel_size);
-    plan->page_rows = o->inference_dynamic_batching_block_size, plan->num_drafts = o->num_speculative_tokens;
-    mt_plan_generation(plan, mt_min(responses, o->inference_max_requests), o->stack.seq_length, o->kv_cache_tokens);
-}
-
 /* Adds the memory for pictures in generation: of --max-image-tokens, or of the prompt with the most of them. */
 static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     int64_t patches_of_token = prompts->image_config.merge_size * prompts->image_config.merge_size, most = 0;
@@ -152,8 +158,8 @@ static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt
 void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     mt_run_options apart = *o;
     plan->max_patches = mt_samples_max_patches(prompts, plan->max_tokens);
-    if (mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
-    plan_generation(plan, o), plan_pictures(plan, o, prompts);
+    if (o->rollout_ranks > 0 || mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
+    mt_rollout_plan(plan, o), plan_pictures(plan, o, prompts);
 }
 
 static int load_partner(mt_rl *rl, partner *p, mt_run_state *state, mt_error *error) {
@@ -529,6 +535,19 @@ static int open_reward(mt_rl *rl, const mt_model_plan *plan, mt_error *error) {
     return mt_agree(world, status != 0, error);
 }
 
+static mt_sampling sampling_of(const mt_run_options *o);
+
+/* The generator on ranks of its own. */
+static int open_writers(mt_rl *rl, mt_error *error) {
+    const mt_rl_config *c = &rl->config;
+    mt_sampling sampling = sampling_of(c->options);
+    if (c->ops != &mt_cpu_ops) return mt_error_set(error, "--rollout-ranks is for the CPU so far: give --device cpu");
+    if (rl->pictures)
+        return mt_error_set(error, "--rollout-ranks: the ranks that write read no pictures; leave it out");
+    if (c->log) fprintf(c->log, "generator: a model on %lld ranks of its own\n", (long long)c->options->rollout_ranks);
+    return mt_rollout_ranks_open(c->writers, rl->actor.model, &sampling, &rl->stops, error);
+}
+
 /* The generator of another layout than the actor's: a model that gets the actor's weights in each iteration, with
  * adapters its base once. */
 static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *error) {
@@ -537,11 +556,12 @@ static int open_generator(mt_rl *rl, const mt_model_plan *actor_plan, mt_error *
     bool adapts = c->options->stack.lora_rank > 0;
     mt_model_plan plan = {.max_tokens = mt_min(c->options->stack.seq_length, MT_PREFILL_TOKENS)};
     mt_transfer *base = NULL;
+    if (c->writers) return open_writers(rl, error);
     mt_model_role_begin(role, "generator", c->options, c->grid, c->ops);
     mt_model_role_sizes sizes = mt_model_role_sizes_of_generator(c->options);
     if (mt_model_role_place(role, sizes, "--rollout-tensor-model-parallel-size", error) != 0) return -1;
     if (!mt_model_role_is_apart(role)) return 0;
-    plan_generation(&plan, &role->options), plan_pictures(&plan, &role->options, &rl->prompts);
+    mt_rollout_plan(&plan, &role->options), plan_pictures(&plan, &role->options, &rl->prompts);
     plan.host_memory = actor_plan->host_memory;
     if (mt_model_role_create(role, &plan, error) != 0) return -1;
     mt_report_role(role, c->log);
@@ -720,60 +740,96 @@ static char *own_checkpoint(const char *loaded, int64_t iteration) {
     return is_checkpoint ? mt_strdup(loaded) : mt_iteration_path(loaded, iteration);
 }
 
-/* The batches that were saved with the checkpoint of an iteration; a run that began without --rollout-lag has none. */
-static int load_pending(mt_rl *rl, const mt_run_state *state, mt_error *error) {
+/* True if prompts are answered in several iterations. */
+static bool is_partial(const mt_run_options *o) {
+    return o->partial_rollout_max_split > 1;
+}
+
+/* The rollouts that were saved with the checkpoint of an iteration; a run that began without --rollout-lag and
+ * --partial-rollout-max-split has none. */
+static int load_waiting(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     const mt_run_options *o = rl->config.options;
     const char *loaded = o->stack.lora_rank > 0 ? o->load_adapter : o->load;
-    int64_t most = mt_max(o->rollout_lag, MT_MAX_ROLLOUT_LAG) + 1, bytes;
-    rl->pending = mt_calloc(most * (int64_t)sizeof *rl->pending);
-    if (o->rollout_lag == 0 || state->iteration == 0) return 0;
+    mt_waiting *w = &rl->waiting;
+    int64_t bytes;
+    w->most = mt_max(o->rollout_lag, MT_MAX_ROLLOUT_LAG) + 1, w->partials.each = o->num_return_sequences;
+    w->batches = mt_calloc(w->most * (int64_t)sizeof *w->batches);
+    if (state->iteration == 0) return 0;
     char *folder = own_checkpoint(loaded, state->iteration), *path = mt_path_join(folder, MT_PENDING_FILE);
     bool exists = mt_folder_has(folder, MT_PENDING_FILE);
     char *data = exists ? mt_file_read(path, INT64_C(1) << 40, &bytes, error) : NULL;
     int status = exists && !data ? -1 : 0;
     if (data) {
         mt_error cause;
-        rl->num_pending =
-            mt_pending_read(rl->pending, most, data, bytes, routes_row(rl), &rl->prompts, &rl->rollout_config, &cause);
-        if (rl->num_pending < 0)
+        if (mt_waiting_read(w, data, bytes, routes_row(rl), &rl->prompts, &rl->rollout_config, &cause) != 0)
             status = mt_error_set(error, "%s: %s; remove it to write the next responses anew", path, cause.text);
-        for (int64_t i = 0; i < rl->num_pending; i++)
-            rl->pending[i].routes.num_layers = o->stack.num_layers,
-            rl->pending[i].routes.topk = o->stack.moe_router_topk;
-        rl->num_pending = mt_max(rl->num_pending, 0);
+        for (int64_t i = 0; i < w->count; i++)
+            w->batches[i].routes.num_layers = o->stack.num_layers, w->batches[i].routes.topk = o->stack.moe_router_topk;
     }
+    if (w->partials.count > 0 && !is_partial(o))
+        status =
+            mt_error_set(error,
+                         "%s has responses in progress to %lld prompts: go on with --partial-rollout-max-split, or "
+                         "remove the file to write them anew",
+                         path, (long long)w->partials.count);
+    if (o->rollout_lag == 0 && !is_partial(o)) mt_waiting_clear(w);
     free(data), free(path), free(folder);
     return status;
 }
 
+static int64_t *response_indices(const mt_rl *rl);
+
+/* The versions of the weights that wrote the batch at hand: those of an iteration, unless responses went on. */
+static mt_versions measure_versions(const mt_rl *rl, int64_t iteration) {
+    const mt_rollouts *r = &rl->rollouts;
+    mt_versions v = {.mean = (double)iteration, .oldest = iteration};
+    double sum = 0, counted = 0, continued = 0;
+    if (!rl->versions) return v;
+    int64_t *indices = response_indices(rl), token = 0;
+    for (int64_t t = 0; t < r->T; t++) {
+        if (indices[t] < 0) continue;
+        int64_t version = rl->versions[indices[t]];
+        sum += (double)version, counted += 1, v.oldest = mt_min(v.oldest, version);
+    }
+    for (int64_t s = 0; s < r->count; token += r->response_tokens[s++])
+        continued += rl->versions[token] != rl->versions[token + r->response_tokens[s] - 1];
+    if (counted > 0) v.mean = sum / counted;
+    v.continued = continued / (double)r->count;
+    free(indices);
+    return v;
+}
+
 /* Appends the batch at hand to the pending ones. */
 static void push_batch(mt_rl *rl, int64_t iteration) {
-    rl->pending[rl->num_pending++] = (mt_pending){.rollouts = rl->rollouts,
-                                                  .routes = rl->routes,
-                                                  .iteration = iteration,
-                                                  .rounds = rl->rounds,
-                                                  .mismatch = rl->mismatch,
-                                                  .generation_gap = rl->generation_gap,
-                                                  .cut = rl->cut,
-                                                  .rejected = rl->rejected,
-                                                  .entropy = rl->entropy};
+    rl->waiting.batches[rl->waiting.count++] = (mt_pending){.rollouts = rl->rollouts,
+                                                            .routes = rl->routes,
+                                                            .iteration = iteration,
+                                                            .rounds = rl->rounds,
+                                                            .mismatch = rl->mismatch,
+                                                            .generation_gap = rl->generation_gap,
+                                                            .cut = rl->cut,
+                                                            .rejected = rl->rejected,
+                                                            .entropy = rl->entropy,
+                                                            .versions = measure_versions(rl, iteration)};
     rl->rollouts = (mt_rollouts){0}, rl->routes = (mt_routes){0};
 }
 
 /* The first pending batch becomes the batch at hand. */
 static void pop_batch(mt_rl *rl, int64_t iteration) {
-    mt_pending b = rl->pending[0];
+    mt_waiting *w = &rl->waiting;
+    mt_pending b = w->batches[0];
     mt_rollouts_free(&rl->rollouts), free(rl->routes.experts);
-    memmove(rl->pending, rl->pending + 1, (size_t)--rl->num_pending * sizeof b);
+    memmove(w->batches, w->batches + 1, (size_t)--w->count * sizeof b);
     rl->rollouts = b.rollouts, rl->routes = b.routes, rl->rounds = b.rounds, rl->mismatch = b.mismatch;
     rl->generation_gap = b.generation_gap, rl->cut = b.cut, rl->rejected = b.rejected, rl->entropy = b.entropy;
-    rl->staleness = iteration - b.iteration;
+    rl->staleness = (double)iteration - b.versions.mean, rl->most_staleness = iteration - b.versions.oldest;
+    rl->continued = b.versions.continued;
 }
 
 int mt_rl_write(const mt_rl *rl, const char *folder, mt_error *error) {
-    if (!rl->saved_pending) return 0;
+    if (!rl->saved_waiting) return 0;
     char *path = mt_path_join(folder, MT_PENDING_FILE);
-    int status = mt_file_write(path, rl->saved_pending, rl->saved_bytes, "--save", error);
+    int status = mt_file_write(path, rl->saved_waiting, rl->saved_bytes, "--save", error);
     free(path);
     return status;
 }
@@ -810,7 +866,7 @@ int mt_rl_open(mt_rl **out, const mt_rl_config *config, mt_model *actor, const m
     if (status == 0) status = mt_model_role_use(&rl->reward_model.role, MT_USE_NOTHING, error);
     if (status == 0) status = open_teachers(rl, plan, state, error);
     if (status == 0) status = open_generator(rl, plan, error);
-    if (status == 0) status = mt_agree(&config->grid->world, load_pending(rl, state, error) != 0, error);
+    if (status == 0) status = mt_agree(&config->grid->world, load_waiting(rl, state, error) != 0, error);
     if (status == 0) status = mt_model_role_use(&rl->actor, MT_USE_TRAINING, error);
     *out = status == 0 ? rl : NULL;
     if (status != 0) mt_rl_close(rl);
@@ -846,17 +902,20 @@ void mt_rl_close(mt_rl *rl) {
     free(rl->teachers);
     close_partner(&rl->reward_model), close_partner(&rl->critic), close_partner(&rl->reference);
     mt_rollouts_free(&rl->rollouts);
-    free(rl->generated), free(rl->routes.experts);
+    free(rl->generated), free(rl->versions), free(rl->old_logps), free(rl->routes.experts);
     begin_teacher_batches(&rl->topk, 0);
     free(rl->topk.ids), free(rl->topk.logps);
-    for (int64_t i = 0; i < rl->num_pending; i++) mt_pending_free(&rl->pending[i]);
-    free(rl->pending), free(rl->saved_pending);
+    mt_waiting_clear(&rl->waiting);
+    free(rl->written_prompts);
+    free(rl->waiting.batches), free(rl->saved_waiting);
     for (int64_t i = 0; i < rl->prompts.count && rl->pictures; i++) mt_text_images_close(rl->pictures[i]);
     free(rl->pictures);
     mt_samples_free(&rl->prompts);
     free(rl->quotas);
     free(rl);
 }
+
+static int collect_written(mt_rl *rl, mt_error *error);
 
 /* The numbers that each role that trains has of its own. */
 static void take_trained(mt_run_state *to, const mt_run_state *from) {
@@ -877,9 +936,11 @@ static int save_role(mt_rl *rl, mt_model_role *role, mt_saver *saver, unsigned p
 int mt_rl_save(mt_rl *rl, const mt_run_state *state, mt_error *error) {
     mt_model_role *critic = &rl->critic.role;
     mt_run_state own = *state;
-    if (rl->config.options->rollout_lag > 0 && rl->config.grid->world.rank == 0) {
-        free(rl->saved_pending);
-        rl->saved_pending = mt_pending_write(rl->pending, rl->num_pending, routes_row(rl), &rl->saved_bytes);
+    if (collect_written(rl, error) != 0) return -1;
+    bool waits = rl->config.options->rollout_lag > 0 || is_partial(rl->config.options);
+    if (waits && rl->config.grid->world.rank == 0) {
+        free(rl->saved_waiting);
+        rl->saved_waiting = mt_waiting_write(&rl->waiting, routes_row(rl), &rl->saved_bytes);
     }
     if (rl->teacher_saver) {
         if (mt_train_finish(rl->actor.model, error) != 0) return -1;
@@ -1133,6 +1194,16 @@ static void take_talk(mt_rl *rl, int64_t s, talk *t, int64_t tokens) {
     rl->rollouts.routes[s] = t->routes, t->routes = NULL;
 }
 
+/* order[prompts]: the prompts at positions `position` and following of the run. */
+static void order_prompts(const mt_rl *rl, int64_t position, int64_t prompts, int64_t *order) {
+    const mt_run_options *o = rl->config.options;
+    if (o->prompt_shares.count > 0)
+        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
+                                mt_options_data_seed(o), position, prompts, order);
+    else
+        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
+}
+
 /* Responses to the next `prompts` prompts of the run, which has used `position` prompts before. With remax, a greedy
  * one follows those of each prompt. */
 static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *error) {
@@ -1148,11 +1219,7 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     talk *talks = o->env_command ? mt_calloc(count * (int64_t)sizeof *talks) : NULL;
     mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     mt_sequence *greedy = mt_calloc(prompts * (int64_t)sizeof *greedy);
-    if (o->prompt_shares.count > 0)
-        mt_prompts_order_shares(&rl->prompts, rl->quotas, o->prompt_shares.count, o->shuffle_prompts,
-                                mt_options_data_seed(o), position, prompts, order);
-    else
-        mt_prompts_order(rl->prompts.count, o->shuffle_prompts, mt_options_data_seed(o), position, prompts, order);
+    order_prompts(rl, position, prompts, order);
     for (int64_t i = 0; i < prompts; i++) {
         own.tokens[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
         own.lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
@@ -1196,6 +1263,121 @@ static int generate(mt_rl *rl, int64_t position, int64_t prompts, mt_error *erro
     }
     if (talks) free_talks(talks, count);
     free(order), free(own.lengths), free(own.tokens), free(own.images), free(sequences), free(greedy);
+    return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
+}
+
+/* ---- responses of several iterations */
+
+/* Copies the routes of further positions of a sequence. */
+static void take_routes(const mt_rl *rl, mt_partial *r, const mt_sequence *q) {
+    int64_t width = mt_routes_size(&rl->config.options->stack, 1), rows = q->num_tokens - 1;
+    r->routes = mt_realloc(r->routes, mt_max(rows * width, 1) * 4);
+    float *next = r->routes + r->num_routes * width;
+    int64_t elements = (rows - r->num_routes) * width;
+    memcpy(next, q->routes + r->num_routes * width, (size_t)elements * 4);
+    mt_all_reduce_max(&rl->config.grid->world, next, elements, MT_F32); // a rank has those of its layers and texts
+    r->num_routes = rows;
+}
+
+/* A phase: every unfinished response grows by at most --max-new-tokens / --partial-rollout-max-split tokens, which
+ * weights of `version` write. Its draws depend on its id and the token's position, as if it was written at once. */
+static int continue_partials(mt_rl *rl, int64_t version, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_partials *p = &rl->waiting.partials;
+    int64_t count = mt_partials_unfinished(p), most = mt_divide_up(o->max_new_tokens, o->partial_rollout_max_split);
+    int64_t *ids = mt_malloc(count * 8), *limits = mt_malloc(count * 8), *lengths = mt_malloc(count * 8), k = 0;
+    int32_t **tokens = mt_malloc(count * (int64_t)sizeof *tokens);
+    const mt_sequence_images **images = rl->pictures ? mt_malloc(count * (int64_t)sizeof *images) : NULL;
+    mt_partial **responses = mt_malloc(count * (int64_t)sizeof *responses);
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    for (int64_t i = 0; i < p->count * p->each; i++) {
+        const mt_partial_group *group = &p->groups[i / p->each];
+        mt_partial *r = &group->responses[i % p->each];
+        if (r->ended) continue;
+        int64_t first = rl->prompts.offsets[group->prompt], prompt = rl->prompts.offsets[group->prompt + 1] - first;
+        ids[k] = group->position * p->each + i % p->each, limits[k] = mt_min(most, o->max_new_tokens - r->count);
+        lengths[k] = prompt + r->count, tokens[k] = mt_malloc(lengths[k] * 4);
+        memcpy(tokens[k], rl->prompts.tokens + first, (size_t)prompt * 4);
+        if (r->count > 0) memcpy(tokens[k] + prompt, r->tokens, (size_t)r->count * 4);
+        if (images) images[k] = mt_text_images_list(rl->pictures[group->prompt]);
+        responses[k++] = r;
+    }
+    const texts t = {.tokens = (const int32_t **)tokens,
+                     .lengths = lengths,
+                     .images = images,
+                     .count = count,
+                     .each = 1,
+                     .ids = ids,
+                     .limits = limits};
+    int status = write_responses(rl, &t, sequences, error);
+    for (k = 0; k < count && status == 0; k++) {
+        mt_sequence *q = &sequences[k];
+        mt_partial *r = responses[k];
+        int64_t written = q->num_tokens - q->num_prompt;
+        mt_partial_append(r, q->tokens + q->num_prompt, q->logps, written, version);
+        if (q->routes) take_routes(rl, r, q);
+        r->overlong = q->finish == MT_FINISH_LENGTH && r->count == o->max_new_tokens;
+        r->ended = q->finish == MT_FINISH_STOP || r->overlong;
+        rl->times.tokens[GENERATION] += (double)written;
+        mt_sequence_end(q);
+    }
+    for (k = 0; k < count; k++) free(tokens[k]);
+    free(ids), free(limits), free(lengths), free(tokens), free(images), free(responses), free(sequences);
+    return status;
+}
+
+/* Adds the responses to groups[prompts], which have ended, to the rollouts, and frees the groups. */
+static void take_groups(mt_rl *rl, mt_partial_group *groups, int64_t prompts) {
+    mt_rollouts *r = &rl->rollouts;
+    int64_t each = rl->waiting.partials.each, first = r->count, tokens = 0, more = 0;
+    int64_t *order = mt_malloc(prompts * 8);
+    for (int64_t g = 0; g < prompts; g++) {
+        order[g] = groups[g].prompt;
+        for (int64_t i = 0; i < each; i++) more += groups[g].responses[i].count;
+    }
+    if (first == 0)
+        mt_rollouts_begin(r, &rl->prompts, order, prompts, each);
+    else
+        mt_rollouts_extend(r, order, prompts);
+    for (int64_t s = 0; s < first; s++) tokens += r->response_tokens[s];
+    rl->generated = mt_realloc(rl->generated, (tokens + more) * 4);
+    rl->versions = mt_realloc(rl->versions, (tokens + more) * 8);
+    rl->old_logps = mt_realloc(rl->old_logps, (tokens + more) * 8);
+    for (int64_t s = 0; s < prompts * each; s++) {
+        mt_partial *p = &groups[s / each].responses[s % each];
+        mt_rollouts_set(r, first + s, p->tokens, p->count, p->overlong);
+        memcpy(rl->generated + tokens, p->logps, (size_t)p->count * 4);
+        memcpy(rl->versions + tokens, p->versions, (size_t)p->count * 8);
+        for (int64_t i = 0; i < p->count; i++) rl->old_logps[tokens + i] = i < p->num_scored ? p->old_logps[i] : NAN;
+        r->routes[first + s] = p->routes, p->routes = NULL;
+        tokens += p->count;
+    }
+    for (int64_t g = 0; g < prompts; g++) mt_partial_group_free(&groups[g], each);
+    free(order);
+}
+
+/* Responses to `prompts` prompts, the oldest in progress that end first. Others begin, so that up to
+ * --over-sampling-batch-size - --rollout-batch-size remain in progress; the run has begun `position` prompts before. A
+ * batch that was wanted --max-head-offpolicyness - --rollout-lag iterations ago is waited for. */
+static int generate_partly(mt_rl *rl, int64_t position, int64_t prompts, int64_t version, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_partials *p = &rl->waiting.partials;
+    int64_t batch = version + rl->waiting.count, most_age = o->max_head_offpolicyness - o->rollout_lag;
+    int64_t begun = mt_max(prompts + o->over_sampling_batch_size - o->rollout_batch_size - p->count, 0);
+    int64_t *order = mt_malloc(mt_max(begun, 1) * 8);
+    order_prompts(rl, position, begun, order);
+    for (int64_t i = 0; i < begun; i++) mt_partials_begin(p, position + i, order[i], batch);
+    free(order);
+    mt_model_role *generator = generator_of(rl);
+    int status = mt_model_role_use(generator, MT_USE_GENERATION, error);
+    while (status == 0 && !mt_partials_suffice(p, prompts, batch, most_age))
+        status = continue_partials(rl, version, error), rl->phases++;
+    if (status == 0) {
+        mt_partial_group *taken = mt_malloc(prompts * (int64_t)sizeof *taken);
+        mt_partials_take(p, prompts, taken);
+        take_groups(rl, taken, prompts);
+        free(taken);
+    }
     return status >= 0 && mt_model_role_use(generator, MT_USE_NOTHING, error) != 0 ? -1 : status;
 }
 
@@ -1455,11 +1637,11 @@ static int score_responses(mt_rl *rl, int64_t first, mt_batch *batch, mt_error *
     return status;
 }
 
-/* Prompts of the batches that wait. */
-static int64_t pending_prompts(const mt_rl *rl) {
+/* Prompts that wait: of batches, and in progress. */
+static int64_t waiting_prompts(const mt_rl *rl) {
     int64_t prompts = 0;
-    for (int64_t i = 0; i < rl->num_pending; i++) prompts += rl->pending[i].rollouts.num_prompts;
-    return prompts;
+    for (int64_t i = 0; i < rl->waiting.count; i++) prompts += rl->waiting.batches[i].rollouts.num_prompts;
+    return prompts + rl->waiting.partials.count;
 }
 
 /* Responses and their rewards. With dynamic sampling other prompts replace the dropped ones, in a number of rounds. */
@@ -1473,7 +1655,9 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
     mt_rollouts_free(r);
     for (rl->rounds = 0; missing > 0 && rl->rounds < most && status == 0; rl->rounds++) {
         int64_t first = r->count;
-        status = generate(rl, state->consumed_prompts + pending_prompts(rl) + r->num_prompts, missing, error);
+        int64_t position = state->consumed_prompts + waiting_prompts(rl) + r->num_prompts;
+        status = is_partial(o) ? generate_partly(rl, position, missing, state->iteration, error)
+                               : generate(rl, position, missing, error);
         lap(rl, GENERATION, &then);
         if (status == 0) status = score_responses(rl, first, batch, error);
         if (status == 0) mt_rollouts_select(r, &rl->rollout_config);
@@ -1485,19 +1669,38 @@ static int roll_out(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_er
 
 /* ---- an iteration */
 
-/* x[T] = the generator's log-probability of each counted token. */
-static void generated_logps(const mt_rl *rl, double *x) {
+/* indices[T]: of each counted token among the tokens of all responses; -1: not counted. To free. */
+static int64_t *response_indices(const mt_rl *rl) {
     const mt_rollouts *r = &rl->rollouts;
-    int64_t *first = mt_malloc((r->count + 1) * 8);
+    int64_t *first = mt_malloc((r->count + 1) * 8), *indices = mt_malloc(mt_max(r->T, 1) * 8);
     first[0] = 0;
     for (int64_t s = 0; s < r->count; s++) first[s + 1] = first[s] + r->response_tokens[s];
+    for (int64_t t = 0; t < r->T; t++) indices[t] = -1;
     for (int64_t k = 0; k < r->samples.count; k++) {
         int64_t response = r->response_of[k], n = r->response_tokens[response];
         int64_t begin = r->spans[k].q_start + r->spans[k].q_len - n;
         for (int64_t i = 0; i < n; i++)
-            if (r->mask[begin + i] != 0) x[begin + i] = (double)rl->generated[first[response] + i];
+            if (r->mask[begin + i] != 0) indices[begin + i] = first[response] + i;
     }
     free(first);
+    return indices;
+}
+
+/* x[T] = the generator's log-probability of each counted token. */
+static void generated_logps(const mt_rl *rl, double *x) {
+    int64_t *indices = response_indices(rl);
+    for (int64_t t = 0; t < rl->rollouts.T; t++)
+        if (indices[t] >= 0) x[t] = (double)rl->generated[indices[t]];
+    free(indices);
+}
+
+/* Tokens of earlier iterations get the log-probabilities that training gave them then. */
+static void restore_old_logps(mt_rl *rl, int64_t version) {
+    int64_t *indices = response_indices(rl);
+    for (int64_t t = 0; t < rl->rollouts.T && rl->versions; t++)
+        if (indices[t] >= 0 && rl->versions[indices[t]] < version)
+            rl->rollouts.inputs[MT_OLD_LOGP][t] = rl->old_logps[indices[t]];
+    free(indices);
 }
 
 /* Measures the mismatch of generator and training, weighs tokens by it and leaves tokens out, as options say. */
@@ -1662,7 +1865,7 @@ static void plan_all(mt_rl *rl) {
 }
 
 /* The log-probabilities of the policy that has just written the sequences, and their correction. */
-static int score_writer(mt_rl *rl, mt_batch *batch, mt_error *error) {
+static int score_writer(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
     double then = mt_time();
     bool bypasses = rl->config.options->bypass_mode;
     int status = 0;
@@ -1672,21 +1875,181 @@ static int score_writer(mt_rl *rl, mt_batch *batch, mt_error *error) {
     if (bypasses) generated_logps(rl, rl->rollouts.inputs[MT_OLD_LOGP]);
     if (bypasses && rl->config.options->router_replay == MT_ROUTER_REPLAY_R3) begin_routes(rl);
     if (!bypasses) status = score_actor(rl, batch, error);
+    if (status == 0 && !bypasses) restore_old_logps(rl, state->iteration);
     if (status == 0 && !bypasses) correct(rl);
     lap(rl, SCORING, &then);
     return status;
 }
 
+/* Responses in progress whose last tokens have no log-probabilities of training. To free. */
+static mt_partial **unscored_partials(mt_partials *p, int64_t *prompts, int64_t *count) {
+    mt_partial **unscored = mt_malloc(mt_max(p->count * p->each, 1) * (int64_t)sizeof *unscored);
+    *count = 0;
+    for (int64_t i = 0; i < p->count * p->each; i++) {
+        mt_partial *r = &p->groups[i / p->each].responses[i % p->each];
+        if (r->num_scored == r->count) continue;
+        prompts[*count] = p->groups[i / p->each].prompt, unscored[(*count)++] = r;
+    }
+    return unscored;
+}
+
+/* The log-probabilities of training of the tokens in progress that the present weights have written, before these
+ * move on. The generator's are there already. */
+static int score_partials(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    double then = mt_time();
+    mt_partials *p = &rl->waiting.partials;
+    const mt_rollout_config all = {.max_new_tokens = rl->config.options->max_new_tokens};
+    int64_t *prompts = mt_malloc(mt_max(p->count * p->each, 1) * 8), count = 0;
+    mt_partial **responses = unscored_partials(p, prompts, &count);
+    int status = 0;
+    if (count > 0 && !rl->config.options->bypass_mode) {
+        mt_rollouts *r = &rl->rollouts; // the batch at hand waits already
+        mt_rollouts_begin(r, &rl->prompts, prompts, count, 1);
+        for (int64_t s = 0; s < count; s++) {
+            mt_rollouts_set(r, s, responses[s]->tokens, responses[s]->count, false);
+            r->routes[s] = responses[s]->routes;
+        }
+        mt_rollouts_select(r, &all);
+        plan_all(rl);
+        status = score_actor(rl, batch, error);
+        for (int64_t s = 0; s < count; s++) {
+            mt_partial *to = responses[s];
+            const double *logps = r->inputs[MT_OLD_LOGP] + r->spans[s].q_start + r->spans[s].q_len - to->count;
+            r->routes[s] = NULL;
+            if (status != 0) continue;
+            to->old_logps = mt_realloc(to->old_logps, to->count * 8);
+            memcpy(to->old_logps + to->num_scored, logps + to->num_scored, (size_t)(to->count - to->num_scored) * 8);
+            to->num_scored = to->count;
+        }
+        mt_rollouts_free(r);
+        free(rl->routes.experts);
+        rl->routes = (mt_routes){0};
+    }
+    free(prompts), free(responses);
+    lap(rl, SCORING, &then);
+    return status;
+}
+
+/* Writes a batch with the present weights, and its log-probabilities by these. Unless a batch is written, the responses
+ * in progress are as they were before. */
+static int write_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
+    mt_waiting before = {.partials = rl->waiting.partials}, restored = {.partials = {.each = before.partials.each}};
+    int64_t row = routes_row(rl), bytes = 0;
+    char *copy = is_partial(rl->config.options) ? mt_waiting_write(&before, row, &bytes) : NULL;
+    int status = roll_out(rl, state, batch, error);
+    if (status > 0 && copy) {
+        mt_error none;
+        MT_CHECK(mt_waiting_read(&restored, copy, bytes, row, &rl->prompts, &rl->rollout_config, &none) == 0);
+        mt_partials_free(&rl->waiting.partials);
+        rl->waiting.partials = restored.partials;
+    }
+    free(copy);
+    if (status == 0) status = score_writer(rl, state, batch, error);
+    if (status == 0) push_batch(rl, state->iteration);
+    return status == 0 ? score_partials(rl, batch, error) : status;
+}
+
+/* ---- batches that other ranks write */
+
+/* The ranks that write get the present weights. */
+static int update_writers(mt_rl *rl, mt_error *error) {
+    double then = mt_time();
+    if (mt_train_finish(rl->actor.model, error) != 0) return -1;
+    mt_rollout_ranks_update(rl->config.writers);
+    lap(rl, TRANSFER, &then);
+    return 0;
+}
+
+/* Begins the next batch on the ranks that write, which have the present weights. */
+static void begin_written(mt_rl *rl, const mt_run_state *state) {
+    const mt_run_options *o = rl->config.options;
+    int64_t prompts = o->rollout_batch_size, position = state->consumed_prompts + waiting_prompts(rl);
+    int64_t *lengths = mt_malloc(prompts * 8), *order = rl->written_prompts = mt_malloc(prompts * 8);
+    const int32_t **texts = mt_malloc(prompts * (int64_t)sizeof *texts);
+    order_prompts(rl, position, prompts, order);
+    for (int64_t i = 0; i < prompts; i++) {
+        texts[i] = rl->prompts.tokens + rl->prompts.offsets[order[i]];
+        lengths[i] = rl->prompts.offsets[order[i] + 1] - rl->prompts.offsets[order[i]];
+    }
+    rl->written_iteration = state->iteration;
+    const mt_rollout_request request = {.prompts = texts,
+                                        .lengths = lengths,
+                                        .count = prompts,
+                                        .each = o->num_return_sequences,
+                                        .first_id = position * o->num_return_sequences};
+    mt_rollout_ranks_write(rl->config.writers, &request);
+    free(lengths), free(texts);
+}
+
+/* Waits for the batch that other ranks write, if there is one; it is then the last that waits. Its scores are computed
+ * when it is trained on, so that rewards that fail, or are stopped, do not lose it. */
+static int collect_written(mt_rl *rl, mt_error *error) {
+    const mt_run_options *o = rl->config.options;
+    mt_rollouts *r = &rl->rollouts;
+    int64_t each = o->num_return_sequences, count = o->rollout_batch_size * each, tokens = 0;
+    double then = mt_time();
+    if (!rl->written_prompts) return 0;
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
+    int status = mt_rollout_ranks_collect(rl->config.writers, sequences, rl->drafts, &rl->writing, error);
+    rl->waited += mt_time() - then;
+    lap(rl, GENERATION, &then);
+    if (status == 0) {
+        mt_rollouts_free(r);
+        mt_rollouts_begin(r, &rl->prompts, rl->written_prompts, o->rollout_batch_size, each);
+        for (int64_t s = 0; s < count; s++) tokens += sequences[s].num_tokens;
+        rl->generated = mt_realloc(rl->generated, mt_max(tokens, 1) * 4);
+        rl->times.tokens[GENERATION] += (double)tokens;
+        tokens = 0;
+        for (int64_t s = 0; s < count; s++) {
+            take_response(rl, s, &sequences[s], tokens);
+            tokens += r->response_tokens[s];
+        }
+        mt_rollouts_select(r, &rl->rollout_config);
+        generated_logps(rl, r->inputs[MT_OLD_LOGP]);
+        rl->rounds = 1;
+        push_batch(rl, rl->written_iteration);
+        rl->waiting.batches[rl->waiting.count - 1].is_unscored = true;
+    }
+    for (int64_t s = 0; s < count; s++) mt_sequence_end(&sequences[s]);
+    free(sequences), free(rl->written_prompts);
+    rl->written_prompts = NULL;
+    return status;
+}
+
+/* Scores the next batch that waits, whose old log-probabilities are known. Without rewards it goes on waiting. */
+static int score_written(mt_rl *rl, mt_batch *batch, mt_error *error) {
+    mt_pending *next = &rl->waiting.batches[0];
+    mt_rollouts *r = &rl->rollouts;
+    double then = mt_time();
+    mt_rollouts_free(r);
+    *r = next->rollouts;
+    double *old_logps = r->inputs[MT_OLD_LOGP];
+    int64_t T = r->T;
+    r->inputs[MT_OLD_LOGP] = NULL;
+    int status = score_responses(rl, 0, batch, error);
+    mt_rollouts_select(r, &rl->rollout_config);
+    MT_CHECK(r->T == T); // no group is dropped
+    free(r->inputs[MT_OLD_LOGP]);
+    r->inputs[MT_OLD_LOGP] = old_logps;
+    next->rollouts = *r, next->is_unscored = status != 0;
+    *r = (mt_rollouts){0};
+    lap(rl, REWARDS, &then);
+    return status;
+}
+
 /* Responses of the present weights for the iteration after --rollout-lag others; the first iteration writes those of
- * all of these too. The batch of this iteration is then at hand. */
+ * all of these too. The batch of this iteration is then at hand, and the last one may be under way on other ranks. */
 static int next_batch(mt_rl *rl, const mt_run_state *state, mt_batch *batch, mt_error *error) {
     int64_t lag = rl->config.options->rollout_lag;
-    int status = 0;
-    while (rl->num_pending <= lag && status == 0) {
-        status = roll_out(rl, state, batch, error);
-        if (status == 0) status = score_writer(rl, batch, error);
-        if (status == 0) push_batch(rl, state->iteration);
+    int status = collect_written(rl, error);
+    if (rl->config.writers && rl->waiting.count <= lag && status == 0) status = update_writers(rl, error);
+    while (rl->config.writers && rl->waiting.count <= lag - (rl->written_prompts != NULL) && status == 0) {
+        status = collect_written(rl, error);
+        if (status == 0) begin_written(rl, state);
     }
+    while (!rl->config.writers && rl->waiting.count <= lag && status == 0)
+        status = write_batch(rl, state, batch, error);
+    if (status == 0 && rl->waiting.batches[0].is_unscored) status = score_written(rl, batch, error);
     if (status == 0) pop_batch(rl, state->iteration);
     return status;
 }
@@ -1711,7 +2074,7 @@ static int learn(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *me
 
 /* The first phase that takes time: with one layout and without rest, nothing is transferred. */
 static int first_phase(const mt_rl *rl) {
-    return rl->transfer || rl->actor.rests ? TRANSFER : GENERATION;
+    return rl->transfer || rl->config.writers || rl->actor.rests ? TRANSFER : GENERATION;
 }
 
 /* Adds up the times of the run. The first iteration counts only if it is the last: a device loads kernels in it. */
@@ -1764,7 +2127,13 @@ static void collect_numbers(mt_rl *rl) {
     add_number(rl, "response tokens", stats->response_tokens, true);
     add_number(rl, "overlong", stats->overlong, true);
     if (o->env_command) add_number(rl, "turns", stats->turns, true);
-    if (o->rollout_lag > 0) add_number(rl, "staleness", (double)rl->staleness, true);
+    if (o->rollout_lag > 0 || is_partial(o)) add_number(rl, "staleness", rl->staleness, true);
+    if (rl->config.writers)
+        add_number(rl, "generation seconds overlapped", mt_maximum(rl->writing - rl->waited, 0), true);
+    if (is_partial(o)) add_number(rl, "staleness at most", (double)rl->most_staleness, false);
+    if (is_partial(o)) add_number(rl, "responses continued", rl->continued, true);
+    if (is_partial(o)) add_number(rl, "generation phases", (double)rl->phases, false);
+    if (is_partial(o)) add_number(rl, "prompts in progress", (double)rl->waiting.partials.count, false);
     if (samples) add_number(rl, "groups dropped", (double)stats->groups_dropped, true);
     if (samples) add_number(rl, "sampling rounds", (double)rl->rounds, false);
     if (rl->drafts[0] > 0) add_number(rl, "drafts accepted", rl->drafts[1] / rl->drafts[0], true);
@@ -1804,7 +2173,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     const mt_rollouts *r = &rl->rollouts;
     double begin = mt_time();
     rl->times = (phase_times){0};
-    rl->drafts[0] = rl->drafts[1] = 0;
+    rl->drafts[0] = rl->drafts[1] = 0, rl->phases = 0;
     state->consumed_train_samples = state->iteration * rl->config.options->stack.global_batch_size; // that of schedules
     if (metrics) *metrics = (mt_metrics){.loss = NAN};
     if (metrics) metrics->learning_rate = mt_learning_rate(&rl->config.options->stack, mt_scheduled_samples(state));
@@ -1819,6 +2188,7 @@ int mt_rl_step(mt_rl *rl, mt_run_state *state, mt_batch *batch, mt_metrics *metr
     rl->times.all_seconds = mt_time() - begin;
     add_times(rl, state->iteration + 1);
     collect_numbers(rl);
+    rl->writing = rl->waited = 0;
     if (metrics) { // of the iteration, not of its last step
         metrics->tokens = sequence_tokens(rl), metrics->seconds = rl->times.all_seconds;
         metrics->skipped = mt_train_skipped(rl->actor.model, state);

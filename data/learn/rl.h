@@ -7,6 +7,7 @@
 #include "../datasets/sft.h"
 #include "../checkpoint/checkpoint_save.h"
 #include "../report/report.h"
+#include "rollout_ranks.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,7 +25,8 @@ typedef struct mt_rl_config {
     FILE *log;                  // lines about the files; NULL: nowhere
     mt_checkpoint_extra *extra; // as for mt_saver_open, for the critic's checkpoints
     void *context;
-    mt_samples prompts; // of mt_rl_read_prompts; mt_rl_open takes them over
+    mt_samples prompts;        // of mt_rl_read_prompts; mt_rl_open takes them over
+    mt_rollout_ranks *writers; // of --rollout-ranks; NULL: the ranks that train write
 } mt_rl_config;
 
 /* Reads the prompts of options->data_path, before a model exists. Every rank calls it. Errors: files or lines that

@@ -40,6 +40,9 @@ void mt_model_role_lend_base(mt_model_role *role, const char *name, mt_model_rol
  * step stays the run's. `option` names the layout in errors. Every rank calls it. */
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error);
 
+/* The same for ranks on which the run has no model: also if the layout is the run's. */
+int mt_model_role_place_apart(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error);
+
 /* Makes the grid for role->options of another layout, which are derived already. Every rank calls it. */
 int mt_model_role_build_grid(mt_model_role *role, mt_error *error);
 

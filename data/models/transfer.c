@@ -83,16 +83,16 @@ static bool mt_holding_of(mt_holding *h, mt_model *m, const mt_param *param, mt_
 /* Collects the weights and master weights of all ranks, or those of adapters. */
 static mt_holdings mt_holdings_collect(mt_model *m, const mt_group *world, bool adapters_only) {
     mt_holdings all = {0};
-    int64_t num_params, count = 0;
-    const mt_param *params = mt_model_params(m, &num_params);
+    int64_t num_params = 0, count = 0;
+    const mt_param *params = m ? mt_model_params(m, &num_params) : NULL;
     mt_holding *own = mt_calloc(mt_max(2 * num_params, 1) * (int64_t)sizeof *own);
-    mt_model_lend(m, false, mt_model_stream(m)); // a part may rest
+    if (m) mt_model_lend(m, false, mt_model_stream(m)); // a part may rest
     for (int64_t i = 0; i < 2 * num_params; i++) {
         if (adapters_only && !mt_param_is_adapter(&params[i / 2])) continue;
         if (!mt_holding_of(&own[count], m, &params[i / 2], i % 2 ? MT_STATE_MASTER : MT_STATE_WEIGHTS)) continue;
         own[count].rank = world->rank, own[count++].index = i / 2;
     }
-    mt_model_return(m, mt_model_stream(m));
+    if (m) mt_model_return(m, mt_model_stream(m));
     for (int rank = 0; rank < world->size; rank++) {
         int64_t theirs = count;
         mt_broadcast(world, &theirs, sizeof theirs, rank);
@@ -126,8 +126,10 @@ typedef struct mt_pieces {
 } mt_pieces;
 
 struct mt_transfer {
-    mt_model *to, *from;
+    mt_model *to, *from; // NULL: it is on other ranks
     const mt_group *world;
+    const mt_ops *ops; // of `to`, or else of `from`; so is the stream
+    mt_stream *stream;
     int64_t *loads; // [world size] bytes that each rank sends
     int64_t limit;  // bytes of a message
     mt_pieces sends, receives;
@@ -202,9 +204,9 @@ static void mt_transfer_plan_holding(mt_transfer *t, const mt_holding *to, const
 static int mt_transfer_refuse(const mt_transfer *t, const mt_holding *h, bool is_target, const char *reason,
                               mt_error *error) {
     int64_t count;
-    const mt_param *params = mt_model_params(is_target ? t->to : t->from, &count);
     if (h->rank == t->world->rank)
-        mt_error_set(error, "weights cannot be transferred: %s of the %s, %lld x %lld, %s", params[h->index].hf_name,
+        mt_error_set(error, "weights cannot be transferred: %s of the %s, %lld x %lld, %s",
+                     mt_model_params(is_target ? t->to : t->from, &count)[h->index].hf_name,
                      is_target ? "target" : "source", (long long)h->whole_rows, (long long)h->whole_cols, reason);
     mt_broadcast(t->world, error->text, sizeof error->text, h->rank);
     return -1;
@@ -268,23 +270,23 @@ static void mt_transfer_allocate(mt_transfer *t) {
     double rounds = (double)t->counts.rounds;
     mt_all_reduce_max(t->world, &rounds, 1, MT_F64);
     t->counts.rounds = (int64_t)rounds;
-    int64_t converts = mt_model_dtype(t->to) != mt_model_dtype(t->from) || mt_model_get_plan(t->to)->train;
+    bool knows_both = t->to && t->from;
+    int64_t converts =
+        !knows_both || mt_model_dtype(t->to) != mt_model_dtype(t->from) || mt_model_get_plan(t->to)->train;
     int64_t limit = mt_divide_up(t->limit, MT_PIECE_ALIGNMENT) * MT_PIECE_ALIGNMENT;
     t->counts.scratch = t->sends.largest + t->receives.largest + converts * 2 * limit;
-    t->send_memory = mt_model_ops(t->to)->memory_alloc(mt_max(t->counts.scratch, 1));
+    t->send_memory = t->ops->memory_alloc(mt_max(t->counts.scratch, 1));
     t->receive_memory = t->send_memory + t->sends.largest;
     t->converted = t->receive_memory + t->receives.largest;
 }
 
-int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, bool adapters_only, int64_t scratch_bytes,
-                     mt_error *error) {
-    const mt_group *world = &mt_model_grid(to)->world;
+static int mt_transfer_open_on(mt_transfer **out, mt_model *to, mt_model *from, const mt_group *world,
+                               bool adapters_only, int64_t scratch_bytes, mt_error *error) {
     int size = world->size;
-    MT_CHECK(to != from && mt_model_grid(from)->world.size == size);
-    MT_CHECK(mt_model_ops(to)->on_device == mt_model_ops(from)->on_device);
     mt_transfer *t = mt_calloc(sizeof *t);
     t->to = to, t->from = from, t->world = world;
-    t->limit = (scratch_bytes > 0 ? scratch_bytes : MT_TRANSFER_BYTES) / (2 * size + 1);
+    t->ops = mt_model_ops(to ? to : from), t->stream = mt_model_stream(to ? to : from);
+    t->limit = scratch_bytes / (2 * size + 1);
     int64_t *numbers = t->loads = mt_calloc(5 * size * (int64_t)sizeof *numbers);
     t->sends.rounds = numbers + size, t->sends.filled = numbers + 2 * size;
     t->receives.rounds = numbers + 3 * size, t->receives.filled = numbers + 4 * size;
@@ -303,11 +305,25 @@ int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, bool adapt
     return status;
 }
 
+int mt_transfer_open(mt_transfer **out, mt_model *to, mt_model *from, bool adapters_only, int64_t scratch_bytes,
+                     mt_error *error) {
+    const mt_group *world = &mt_model_grid(to)->world;
+    MT_CHECK(to != from && mt_model_grid(from)->world.size == world->size);
+    MT_CHECK(mt_model_ops(to)->on_device == mt_model_ops(from)->on_device);
+    return mt_transfer_open_on(out, to, from, world, adapters_only,
+                               scratch_bytes > 0 ? scratch_bytes : MT_TRANSFER_BYTES, error);
+}
+
+int mt_transfer_open_between(mt_transfer **out, mt_model *to, mt_model *from, const mt_group *ranks, mt_error *error) {
+    MT_CHECK(!to != !from);
+    return mt_transfer_open_on(out, to, from, ranks, false, MT_TRANSFER_BYTES, error);
+}
+
 void mt_transfer_close(mt_transfer *t) {
     if (!t) return;
     if (t->send_memory) {
-        mt_model_ops(t->to)->stream_synchronize(mt_model_stream(t->to));
-        mt_model_ops(t->to)->memory_free(t->send_memory);
+        t->ops->stream_synchronize(t->stream);
+        t->ops->memory_free(t->send_memory);
     }
     free(t->sends.items);
     free(t->receives.items);
@@ -322,8 +338,8 @@ mt_transfer_counts mt_transfer_get_counts(const mt_transfer *t) {
 
 /* Copies a piece from this rank's parameters to a message, or from a message, converted, to them. */
 static void mt_piece_copy(const mt_transfer *t, const mt_piece *piece, char *message, bool sends) {
-    const mt_ops *ops = mt_model_ops(t->to);
-    mt_stream *stream = mt_model_stream(t->to);
+    const mt_ops *ops = t->ops;
+    mt_stream *stream = t->stream;
     mt_shard shard = mt_bucket_shard(sends ? t->from : t->to, piece->bucket, piece->state);
     int64_t size = mt_dtype_size(shard.dtype), stride = piece->stride * size, width = piece->cols * size;
     int64_t rows = piece->rows;
@@ -354,8 +370,7 @@ static void mt_transfer_round(const mt_transfer *t, int64_t round, const mt_piec
         *(stays ? &kept : &packed) += mt_piece_bytes(*out);
         sent[(*out)->peer] += mt_piece_bytes(*out);
     }
-    mt_model_ops(t->to)->all_to_all_v(t->receive_memory, received, t->send_memory, sent, MT_U8, t->world,
-                                      mt_model_stream(t->to));
+    t->ops->all_to_all_v(t->receive_memory, received, t->send_memory, sent, MT_U8, t->world, t->stream);
     for (; *in < end && (*in)->round == round; ++*in) {
         mt_piece_copy(t, *in, t->receive_memory + unpacked, false);
         unpacked += mt_piece_bytes(*in);
@@ -365,10 +380,10 @@ static void mt_transfer_round(const mt_transfer *t, int64_t round, const mt_piec
 void mt_transfer_run(mt_transfer *t) {
     const mt_piece *out = t->sends.items, *in = t->receives.items;
     int64_t *counts = mt_malloc(2 * (t->world->size + 1) * (int64_t)sizeof *counts);
-    mt_model_lend(t->to, true, mt_model_stream(t->to));
-    mt_model_lend(t->from, false, mt_model_stream(t->to));
+    if (t->to) mt_model_lend(t->to, true, t->stream);
+    if (t->from) mt_model_lend(t->from, false, t->stream);
     for (int64_t round = 0; round < t->counts.rounds; round++) mt_transfer_round(t, round, &out, &in, counts);
-    mt_model_return(t->from, mt_model_stream(t->to));
-    mt_model_return(t->to, mt_model_stream(t->to));
+    if (t->from) mt_model_return(t->from, t->stream);
+    if (t->to) mt_model_return(t->to, t->stream);
     free(counts);
 }

@@ -41,6 +41,11 @@ typedef struct mt_transfer mt_transfer;
 enum { MT_TRANSFER_BYTES = 256 << 20 };
 int mt_transfer_open(mt_transfer **transfer, mt_model *to, mt_model *from, bool adapters_only, int64_t scratch_bytes,
                      mt_error *error);
+
+/* The same between models of different ranks of `ranks`, the groups of mt_grid_split: each rank has one of both models,
+ * and NULL for the other one. */
+int mt_transfer_open_between(mt_transfer **transfer, mt_model *to, mt_model *from, const mt_group *ranks,
+                             mt_error *error);
 void mt_transfer_close(mt_transfer *transfer);
 
 /* Enqueues a transfer on `to`'s stream; `from`'s stream waits for it. Parts of either model may rest: their copies on

@@ -1191,6 +1191,28 @@ static int mt_options_derive_teachers(mt_run_options *o, mt_error *error) {
     return MT_CHECK_CONSTRAINTS(rules, error);
 }
 
+/* Responses of several iterations. Of the prompts in progress after an iteration the next one can take all. */
+static int mt_options_derive_partial(mt_run_options *o, mt_error *error) {
+    int64_t split = o->partial_rollout_max_split, batch = o->rollout_batch_size;
+    if (split == 1) return 0;
+    if (o->over_sampling_batch_size == 0) o->over_sampling_batch_size = 2 * batch;
+    if (o->max_head_offpolicyness == 0) o->max_head_offpolicyness = o->rollout_lag + split;
+    const mt_constraint rules[] = {
+        {split > o->max_new_tokens,
+         "--partial-rollout-max-split %lld is more than --max-new-tokens %lld; a phase writes a token at least",
+         {split, o->max_new_tokens}},
+        {o->over_sampling_batch_size < batch || o->over_sampling_batch_size > 2 * batch,
+         "--over-sampling-batch-size %lld must be at least --rollout-batch-size %lld and at most twice that, so that "
+         "no "
+         "prompt has to wait longer than the others",
+         {o->over_sampling_batch_size, batch}},
+        {o->max_head_offpolicyness <= o->rollout_lag,
+         "--max-head-offpolicyness %lld must be more than --rollout-lag %lld, the age of a batch that waits",
+         {o->max_head_offpolicyness, o->rollout_lag}},
+    };
+    return MT_CHECK_CONSTRAINTS(rules, error);
+}
+
 /* Reinforcement learning: the sizes of an iteration, and the ranges of ratios. */
 static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     if (o->stack.stage == MT_STAGE_RL && !MT_GIVEN(o, num_return_sequences)) o->num_return_sequences = 8;
@@ -1210,6 +1232,7 @@ static int mt_options_derive_rl(mt_run_options *o, mt_error *error) {
     mt_correction unused;
     if (mt_options_check_idle_in_rl(o, error) != 0 || mt_options_derive_teachers(o, error) != 0) return -1;
     if (mt_options_correction(&unused, o, error) != 0 || mt_options_check_bitwise(o, error) != 0) return -1;
+    if (mt_options_derive_partial(o, error) != 0) return -1;
     if (policy->mean_of_means && !MT_GIVEN(o, loss_agg_mode)) o->loss_agg_mode = MT_SEQ_MEAN_TOKEN_MEAN;
     if (!MT_GIVEN(o, sequence_packing)) o->sequence_packing = true;
     if (o->clip_ratio_low == 0) o->clip_ratio_low = o->clip_ratio;

@@ -1157,9 +1157,31 @@ const mt_option mt_option_table[] = {
     {"rollout-lag", MT_INT, MT_AT(rollout_lag), MT_TRAIN, MT_OF_RUN, "0", "[0,64]",
      "train on responses that the weights of this many iterations ago wrote, with the log-probabilities that these "
      "gave them; the first iteration writes the responses of all of these iterations, and the last ones write "
-     "some that only a longer run reads. Writing and training take turns on all ranks and do not overlap: this "
-     "studies stale data, and saves no time",
+     "some that only a longer run reads. Writing and training take turns on all ranks, unless --rollout-ranks write",
      .needs = "stage rl", .own = true},
+    {"rollout-ranks", MT_INT, MT_AT(rollout_ranks), MT_TRAIN, MT_OF_RUN, "0", "[0,1048576]",
+     "the last ranks of the job, this many, write responses with a copy of the actor's weights while the others train: "
+     "data-parallel, and by --rollout-tensor-model-parallel-size. The responses are those of the same --rollout-lag "
+     "without such ranks",
+     .needs = "stage rl, rollout-lag, bypass-mode",
+     .excludes = "dynamic-sampling, env-command, partial-rollout-max-split, adv-estimator remax, router-replay R2|R3, "
+                 "lora-rank",
+     .own = true},
+    {"partial-rollout-max-split", MT_INT, MT_AT(partial_rollout_max_split), MT_TRAIN, MT_OF_RUN, "1", "[1,1024]",
+     "write a response in up to this many iterations: generation goes by phases of --max-new-tokens / this tokens, and "
+     "stops when --rollout-batch-size prompts have all their responses; the others go on in the next iteration, with "
+     "its weights, and their tokens keep the log-probabilities of the weights that wrote them. Each phase reads its "
+     "texts again, and an iteration trains on the oldest prompts that have ended, short responses first",
+     .needs = "stage rl",
+     .excludes = "env-command, stop, adv-estimator remax|optimal_token_baseline, router-replay R2, prompt-shares",
+     .own = true},
+    {"over-sampling-batch-size", MT_INT, MT_AT(over_sampling_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
+     "prompts in progress at once, up to twice --rollout-batch-size (default: twice)",
+     .needs = "partial-rollout-max-split", .own = true},
+    {"max-head-offpolicyness", MT_INT, MT_AT(max_head_offpolicyness), MT_TRAIN, MT_OF_RUN, NULL, "[1,2048]",
+     "most iterations between the weights that write a token and the iteration that trains on it: a prompt that would "
+     "wait longer is finished first (default: --rollout-lag + --partial-rollout-max-split)",
+     .needs = "partial-rollout-max-split", .own = true},
     {"reward", MT_CHOICES, MT_AT(reward), MT_TRAIN, MT_OF_RUN, "exact", "exact|number|regex|command|model|env|none",
      "reward of a response: 1 if it is the answer, or if its last number is, or if a pattern matches; the number that "
      "a program writes; the value of a reward model; the rewards of --env-command (its default); none, where a teacher "

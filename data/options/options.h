@@ -146,6 +146,7 @@ typedef struct mt_run_options {
     char *export_kd_teacher_load, *export_kd_cfg;
     /* reinforcement learning */
     int64_t rollout_lag; // up to MT_MAX_ROLLOUT_LAG
+    int64_t rollout_ranks, partial_rollout_max_split, over_sampling_batch_size, max_head_offpolicyness;
     int64_t rollout_batch_size, ppo_epochs, dynamic_sampling_max_rounds, overlong_buffer_length;
     mt_adv_estimator adv_estimator;
     bool norm_adv_by_std, whiten_advantages, dynamic_sampling, overlong_mask, kl_in_reward;

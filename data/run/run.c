@@ -39,6 +39,11 @@
 
 /* Ends the program if a function failed on any rank, before anything is saved. Every rank calls it. */
 static void refuse(mt_run *r, int status, mt_error *error) {
+    if (r->writers && mt_agree(&r->grid.world, status != 0, error) != 0) {
+        status = -1;
+        mt_rollout_ranks_close(r->writers); // or they would wait for the next responses to write
+        r->writers = NULL;
+    }
     mt_report_refusal(&r->grid, &r->options, status, error);
 }
 
@@ -296,6 +301,7 @@ static int save_extras(void *context, const char *folder, mt_error *error) {
 
 static mt_rl_config rl_config_of(mt_run *r) {
     mt_rl_config config = {&r->options, &r->grid, r->ops, r->tokenizer, .extra = save_tokenizer, .context = r};
+    config.writers = r->writers;
     config.tokenizer_path = r->options.tokenizer_type ? r->options.tokenizer_model : r->tokenizer_folder;
     config.log = r->grid.world.rank == 0 ? stdout : NULL;
     return config;
@@ -404,7 +410,8 @@ void mt_run_save(mt_run *r) {
     if (!r->options.save) return;
     mt_run_check(r, mt_train_finish(r->model, &error), &error);
     if (mt_train_bad_iteration(r->model) > 0) return;
-    bool waits = r->rl && r->options.rollout_lag > 0; // the save under way reads what mt_rl_save replaces
+    // the save under way reads what mt_rl_save replaces
+    bool waits = r->rl && (r->options.rollout_lag > 0 || r->options.partial_rollout_max_split > 1);
     if (waits) mt_run_check(r, mt_saver_finish(r->saver, &error), &error);
     if (r->rl) mt_run_check(r, mt_rl_save(r->rl, &r->state, &error), &error);
     mt_run_check(r, mt_saver_save(r->saver, &r->state, &error), &error);
@@ -546,6 +553,17 @@ static bool prints(mt_run *r) {
     return true;
 }
 
+/* Divides the ranks. True on a rank that writes responses, at the end of the run. */
+static bool writes_responses(mt_run *r) {
+    mt_error error;
+    bool writes = false;
+    refuse(r, mt_rollout_ranks_split(&r->writers, &r->grid, &r->options, &writes, &error), &error);
+    if (!writes) return false;
+    mt_rollout_ranks_serve(r->writers, &r->options, &r->grid, r->tokenizer);
+    stop(r);
+    return true;
+}
+
 bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     *r = (mt_run){.start = mt_time(), .saved = -1, .last_saved = -1};
     mt_error error;
@@ -567,10 +585,11 @@ bool mt_run_open(mt_run *r, int *argc, char ***argv) {
     refuse(r, open_tokenizer(r, &error), &error);
     refuse(r, agree_on_tokenizer(r, &error), &error);
     refuse(r, check_partners(r, &error), &error);
-    status = mt_train_options_finish(&r->options, r->grid.world.size, &error);
+    status = mt_train_options_finish(&r->options, mt_max(r->grid.world.size - r->options.rollout_ranks, 1), &error);
     refuse(r, status, &error);
     refuse(r, mt_options_agree(&r->options, &r->grid.world, &error), &error);
     refuse(r, mt_checkpoint_take_schedule(&r->options, &error), &error);
+    if (r->options.rollout_ranks > 0 && writes_responses(r)) return false;
     refuse(r, mt_grid_build(&r->grid, &r->options.stack, &error), &error);
     refuse(r, mt_checkpoint_claim(&r->options, &r->grid.world, &error), &error);
     r->ops = mt_backend_open(r->options.device, &r->grid, &error);
@@ -616,6 +635,7 @@ void mt_run_close(mt_run *r) {
     mt_span_masking_free(r->spans);
     mt_batch_free(&r->batch);
     mt_saver_close(r->saver);
+    mt_rollout_ranks_close(r->writers);
     mt_rl_close(r->rl);
     mt_reference_close(r->reference);
     mt_model_destroy(r->model);

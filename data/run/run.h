@@ -32,8 +32,9 @@ typedef struct mt_run {
     int64_t num_more_loaders;
     mt_stage_loss loss;
     mt_model *model;
-    mt_reference *reference; // NULL: the stage has none
-    mt_rl *rl;               // NULL: not --stage rl
+    mt_reference *reference;   // NULL: the stage has none
+    mt_rl *rl;                 // NULL: not --stage rl
+    mt_rollout_ranks *writers; // of --rollout-ranks; NULL: none
     mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
