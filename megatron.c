@@ -6897,6 +6897,7 @@ enum {
     MT_NAMES_MIMO_V2,
     MT_NAMES_KIMI_LINEAR,
     MT_NAMES_T5,
+    MT_NAMES_QWEN3_VL_MOE, // Qwen3-MoE behind a vision tower
     MT_NUM_NAMES
 };
 
@@ -7275,17 +7276,20 @@ static const mt_role_row mt_role_rows[] = {
         EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
         "mlp.experts.#.gate_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w1.weight",
         [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight",
+        [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.gate_up_proj"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w3.weight",
              [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
              [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight",
+             [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.gate_up_proj"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, EXPERT_C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w2.weight",
             [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
             [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight"),
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight",
+            [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.down_proj"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
             MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
@@ -7478,6 +7482,7 @@ typedef struct mt_param_table {
     int64_t vision_part; // of rows of a modality: see mt_param
     const mt_options *options;
     const mt_hf_family_row *family;
+    int names; // the column of tensor names
     mt_partition partition;
     bool has_relative[2]; // as mt_outer.relative: its rows are there
 } mt_param_table;
@@ -7486,8 +7491,14 @@ static const char *mt_role_row_name(const mt_role_row *row, int names) {
     return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
 }
 
+/* The column of a model's tensor names: its family's, or that of the family's models with a vision tower. */
+static int mt_names_of(const mt_options *o) {
+    bool stacks = o->hf_family == MT_HF_QWEN3_MOE && o->vision.tower != MT_VISION_NONE;
+    return stacks ? MT_NAMES_QWEN3_VL_MOE : mt_hf_families[o->hf_family].names;
+}
+
 const char *mt_shared_tensor(const mt_options *options, const char *name, bool is_copy) {
-    int names = mt_hf_families[options->hf_family].names;
+    int names = mt_names_of(options);
     for (const mt_role_row *row = mt_role_rows; row < mt_role_rows + MT_NUM_ROLE_ROWS; row++) {
         const char *copy = row->names[MT_NAMES_REPEATED];
         if (!copy || strcmp(name, is_copy ? copy : mt_role_row_name(row, names)) != 0) continue;
@@ -7532,17 +7543,17 @@ static void mt_param_name_t5_layer(char prefix[64], const mt_options *o, const m
 }
 
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
-    bool of_t5 = table->family->names == MT_NAMES_T5;
+    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
+    bool of_t5 = table->names == MT_NAMES_T5;
     mt_hf_family family = table->options->hf_family;
     bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
     int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
-    if (module >= 0 && table->family->names == MT_NAMES_MIMO)
+    if (module >= 0 && table->names == MT_NAMES_MIMO)
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
     else if (module >= 0 && of_qwen)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
-    else if (module >= 0 && table->family->names == MT_NAMES_NEMOTRON_H)
+    else if (module >= 0 && table->names == MT_NAMES_NEMOTRON_H)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)mt_module_half(table->options, row, module));
     else if (param->layer >= 0 && of_t5)
         mt_param_name_t5_layer(layer, table->options, row, param->layer);
@@ -7552,30 +7563,32 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     bool of_deepstack = row->unit == MT_UNIT_DEEPSTACK; // whose mergers are numbered from 1 here
     if (number && param->vision_part >= 0)
         snprintf(expert, sizeof expert, "%lld", (long long)(param->vision_part - of_deepstack));
-    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
-    const char *of_model = *layer ? layer : name;
-    if (beside && strncmp(of_model, "model.", 6) == 0) {
-        snprintf(param->hf_name, sizeof param->hf_name, "model.language_model.%s%s", of_model + 6, *layer ? name : "");
-        return;
-    }
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
-             number ? number + 1 : "");
+    char whole[160];
+    snprintf(whole, sizeof whole, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert, number ? number + 1 : "");
+    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
+    const char *stem = beside && strncmp(whole, "model.", 6) == 0 ? "model." : "";
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%s%s", stem, *stem ? "language_model." : "",
+             whole + strlen(stem));
 }
 
 /* An expert's part of the tensor that holds all experts. Granite: matrices [out, in], gate above up. Others: [in, out];
- * gate and up take turns, output by output. */
+ * gate and up take turns, output by output. Qwen3-VL: released files have [in, out], gate before up; transformers 5
+ * writes [out, in], reads either, and takes a square matrix as [out, in]. */
 static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const mt_role_row *other = row->fused ? row - 1 : row + 1;
-    int names = table->family->names;
+    int names = table->names;
     bool paired = strcmp(mt_role_row_name(row, names), mt_role_row_name(other, names)) == 0;
     int64_t parts = paired ? 2 : 1;
-    param->hf_stack = table->options->num_experts, param->hf_transposed = names != MT_NAMES_GRANITE;
-    param->hf_stride = param->hf_transposed ? parts : 1;
+    bool alternates = names == MT_NAMES_GPT_OSS, of_qwen = names == MT_NAMES_QWEN3_VL_MOE;
+    bool square = of_qwen && parts * param->whole_rows == param->whole_cols;
+    param->hf_stack = table->options->num_experts, param->hf_transposed = names != MT_NAMES_GRANITE && !square;
+    param->hf_either = of_qwen && !square;
+    param->hf_stride = alternates ? parts : 1;
     param->hf_row = param->expert * parts * param->whole_rows;
-    if (row->fused) param->hf_row += param->hf_transposed ? 1 : param->whole_rows;
+    if (row->fused) param->hf_row += alternates ? 1 : param->whole_rows;
     param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
@@ -7699,7 +7712,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
     param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
-    bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
+    bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
                     !(row->when & (MT_HAS(MTP) | MT_HAS(INDEXER)));
     // the products of narrow matrices of Kimi delta attention, and of the indexer, stay in bf16
@@ -7901,7 +7914,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .family = &mt_hf_families[options->hf_family]};
+    mt_param_table table = {
+        .options = options, .family = &mt_hf_families[options->hf_family], .names = mt_names_of(options)};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
