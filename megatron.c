@@ -7450,7 +7450,8 @@ typedef struct mt_modality {
     void (*stop)(mt_model *m);
     /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
     int (*check_batch)(const mt_model *m, const mt_batch *batch, mt_error *error);
-    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block);
+    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block,
+                 bool training);
     void (*load_decode)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *batch,
                         const struct mt_batch_block *block);
     /* on the stage with the embedding: features, before the embedding; gradients of its parameters from theirs, after
@@ -7566,7 +7567,7 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
-    char whole[160];
+    char whole[140];
     snprintf(whole, sizeof whole, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert, number ? number + 1 : "");
     bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
     const char *stem = beside && strncmp(whole, "model.", 6) == 0 ? "model." : "";
@@ -13287,7 +13288,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
     if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
     int64_t bytes = end - (const char *)block.spans;
-    if (m->modality) m->modality->load(m, mb, whole, &block);
+    if (m->modality) m->modality->load(m, mb, whole, &block, training);
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -22213,11 +22214,15 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  * The tower is on the stage with the embedding, and every rank there has all of its parameters. The images of a
  * micro-batch are divided among the tensor- and context-parallel ranks that share it, whole, so that attention stays
  * on a rank (mt_images_divide); every rank then gathers the features of all (mt_vision_gather_features), and their
- * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks. Each
- * data-parallel rank has the images of its own micro-batches. The row of mt_modality, at the end, is what the trunk
- * calls. Invariants: with windows, the host puts the
- * patches in the order of windows, so that every span is contiguous, in a window and in an image; a micro-batch without
- * images computes nothing, but each backward completes the tower's gradients, as ranks reduce them together. */
+ * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks.
+ *
+ * In training the images are also spread over the data-parallel ranks, where that makes the most patches of a rank
+ * fewer, so that none waits for one whose micro-batch has many (mt_images_spread). An image keeps its rank of
+ * tensor_context, its owner, which sends the patches to the same one of another replica and gets the features back; the
+ * gradients take these ways too. The row of mt_modality, at the end, is what the trunk calls. Invariants: with windows,
+ * the host puts the patches in the order of windows, so that every span is contiguous, in a window and in an image; a
+ * micro-batch without images computes nothing, but each backward completes the tower's gradients, as ranks reduce them
+ * together. */
 
 /* The vision tower of a model, on every rank, and on those with the embedding its parameters. */
 typedef struct mt_vision {
@@ -22231,20 +22236,24 @@ typedef struct mt_vision {
     char *staged[2]; // as mt_model.staged_batch
     int64_t block_bytes;
     int64_t patches;                          // see mt_model_patches
+    int64_t *counts;                          // [2, data ranks] of mt_vision_exchange
     void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
 } mt_vision;
 
 /* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
 typedef struct mt_vision_batch {
     int64_t num_tokens;             // of its images on all ranks; 0: the micro-batch has no image
-    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of their tokens
+    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of its own images' tokens
+    bool spread;                    // this rank's images, or those of others, are computed by another replica
+    int64_t num_packed;             // patches of the images that this rank owns; P, unless they are spread
+    int64_t *given, *taken;         // [data ranks] of each, patches that it computes for this rank, and this one for it
     int64_t *first_token;           // [ranks + 1] those of each rank of tensor_context: they stand in this order
     bool has_coordinates;           // the decoder's tokens rotate by rope_cos, rope_sin
     char *memory;                   // on the device, of the arrays to token_rows
     float *rope_cos, *rope_sin;     // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
     int32_t *numbers;               // [max(T, P)] 0, 1, 2 ...
     int32_t *token_of_row;          // [R] for each row of the residual stream its token among those of images, or -1
-    float *patches;                 // [P, numbers of a patch] from here on: on the stage with the embedding
+    float *patches;                 // [num_packed, numbers of a patch] from here on: on the stage with the embedding
     float *cos, *sin;               // [P, D / 2] of patches
     int32_t *taps;                  // [4, P] learned positions of a patch
     float *tap_weights;             // [4, P]
@@ -22284,6 +22293,9 @@ typedef struct mt_vision_scratch {
     void *dfc1;      // [P, 2F], or of a merger
     void *dactive;   // [P, F], likewise
     float *row_dot;  // [P, heads]
+    // of images that are spread: patches of this rank, and for each merger features, then gradients, [P / M, C]
+    float *patches;
+    void *features[1 + MT_MAX_VISION_LAYERS];
 } mt_vision_scratch;
 
 static const float mt_vision_epsilon = 1e-6f; // of all norms of the tower
@@ -22488,6 +22500,13 @@ static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass 
                                 .y = a->active};
 }
 
+/* Features, or with `gradient` their gradients, of the images that this rank computes. */
+static void *mt_merger_own(const mt_model *m, const mt_pass *p, int64_t i, bool gradient) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    if (v->spread) return mt_tower(m)->scratch->features[i];
+    return mt_at(gradient ? v->mergers[i].dout : v->mergers[i].out, v->first_own * m->C, m->dtype);
+}
+
 /* Features of the tokens of this rank's images from x[P, Cv]. */
 static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
     const mt_merger *w = &mt_tower(m)->mergers[i];
@@ -22500,8 +22519,8 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
     mt_norm_forward_of(m, p, &norm);
     mt_linear_forward(mt_linears(&tokens), &w->fc1, &(mt_linear_io){.x = a->norm.y, .y = a->fc1});
     m->ops->activation_forward(&activation, m->dtype, p->stream);
-    void *own = mt_at(a->out, mt_pass_images(p)->first_own * m->C, m->dtype);
-    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = own});
+    mt_linear_io fc2 = {.x = a->active, .y = mt_merger_own(m, p, i, false)};
+    mt_linear_forward(mt_linears(&tokens), &w->fc2, &fc2);
     mt_bucket_release(m, w->bucket);
 }
 
@@ -22513,8 +22532,7 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
     mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    const void *own = mt_at(a->dout, mt_pass_images(p)->first_own * m->C, m->dtype);
-    mt_linear_io fc2 = {.x = a->active, .dy = own, .dx = s->dactive};
+    mt_linear_io fc2 = {.x = a->active, .dy = mt_merger_own(m, p, i, true), .dx = s->dactive};
     mt_linear_backward(mt_linears(&tokens), &w->fc2, &fc2, MT_BACKWARD_BOTH);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     activation.dy = s->dactive, activation.dx = s->dfc1;
@@ -22555,7 +22573,8 @@ static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
     mt_vision_scratch *s = mt_tower(m)->scratch;
     int64_t P = p->rows, C = mt_tower(m)->C;
     mt_bucket_acquire(m, w->bucket);
-    m->ops->convert(v->x, m->dtype, v->patches, MT_F32, P * mt_patch_values(m->options), p->stream);
+    const float *patches = v->spread ? s->patches : v->patches;
+    m->ops->convert(v->x, m->dtype, patches, MT_F32, P * mt_patch_values(m->options), p->stream);
     mt_linear_forward(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .y = out});
     for (int i = 0; i < MT_VISION_TAPS && w->positions.w; i++) {
         m->ops->gather_rows(&(mt_row_args){P, C, v->taps + i * P, .from = w->positions.w, .to = s->sum}, m->dtype,
@@ -22664,8 +22683,40 @@ static void mt_vision_reduce_gradients(mt_model *m, const mt_pass *p) {
         }
 }
 
+/* Sends rows of `width` elements for each M patches to the replicas that compute this rank's images, and receives those
+ * of the images that it computes for them; `back`: the other way. M is 1 for the patches themselves. */
+static void mt_vision_exchange(mt_model *m, const mt_pass *p, void *to, const void *from, int64_t width, int64_t M,
+                               mt_dtype dtype, bool back) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    const mt_group *data = &m->grid->data;
+    int64_t *counts = mt_tower(m)->counts, *in = counts, *out = counts + data->size;
+    for (int r = 0; r < data->size; r++) in[r] = v->given[r] / M * width, out[r] = v->taken[r] / M * width;
+    if (back)
+        m->ops->all_to_all_v(to, in, from, out, dtype, data, p->stream);
+    else
+        m->ops->all_to_all_v(to, out, from, in, dtype, data, p->stream);
+}
+
+/* Features of the images that this rank owns, from the replicas that computed them; `gradient`: their gradients to
+ * these. */
+static void mt_vision_exchange_features(mt_model *m, const mt_pass *p, bool gradient) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers; i++) {
+        void *computed = mt_tower(m)->scratch->features[i];
+        void *owned = gradient ? v->mergers[i].dout : v->mergers[i].out;
+        owned = mt_at(owned, v->first_own * m->C, m->dtype);
+        mt_vision_exchange(m, p, gradient ? computed : owned, gradient ? owned : computed, m->C, mt_tower(m)->M,
+                           m->dtype, !gradient);
+    }
+}
+
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    if (v->spread)
+        mt_vision_exchange(m, p, mt_tower(m)->scratch->patches, v->patches, mt_patch_values(m->options), 1, MT_F32,
+                           false);
     mt_vision_compute(m, p);
+    if (v->spread) mt_vision_exchange_features(m, p, false);
     if (mt_has_images(p)) mt_vision_gather_features(m, p);
 }
 
@@ -22702,6 +22753,7 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     bool input = mt_bucket_trained(m, t->input.bucket) >= 0;
     bool runs = v->num_patches > 0 && any;
     if (mt_has_images(p) && any) mt_vision_reduce_gradients(m, p);
+    if (v->spread && any) mt_vision_exchange_features(m, p, true);
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], dhidden, true);
@@ -22740,14 +22792,14 @@ static bool mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t firs
 }
 
 /* Assigns the arrays of images beside T tokens; on the stage with the embedding also those of the tower, for P patches
- * on this rank and image tokens on all. */
+ * that this rank computes, v->num_packed that it owns, and image tokens on all. */
 static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *arena, int64_t T, int64_t P,
                                int64_t tokens, bool tower) {
     int64_t half = m->rotary_dim / 2;
     v->rope_cos = mt_arena_alloc(arena, T * half * 4), v->rope_sin = mt_arena_alloc(arena, T * half * 4);
     v->numbers = mt_arena_alloc(arena, mt_max(T, P) * 4), v->token_of_row = mt_arena_alloc(arena, T * 4);
     if (!tower) return;
-    v->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
+    v->patches = mt_arena_alloc(arena, v->num_packed * mt_patch_values(m->options) * 4);
     v->cos = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4),
     v->sin = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4);
     v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
@@ -22809,14 +22861,12 @@ static void mt_vision_tap(const mt_options *o, const mt_image_grid *grid, int64_
     }
 }
 
-/* The patches of token (row, column) of an image, which become patches [to, to + M) of the tower. */
-static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t row,
-                                 int64_t column, int64_t to, const mt_vision_batch *host) {
+/* Positions of the patches of token (row, column) of an image, which become patches [to, to + M) of the tower. */
+static void mt_vision_token_place(const mt_model *m, const mt_image_grid *grid, int64_t row, int64_t column, int64_t to,
+                                  const mt_vision_batch *host) {
     const mt_options *o = m->options;
-    int64_t side = o->vision.spatial_merge_size, M = mt_tower(m)->M, D = mt_tower(m)->D, values = mt_patch_values(o);
-    int64_t from = (row * (grid->width / side) + column) * M;
-    memcpy(host->patches + to * values, patches + from * values, (size_t)(M * values) * 4);
-    for (int64_t k = 0; k < M; k++) {
+    int64_t side = o->vision.spatial_merge_size, D = mt_tower(m)->D;
+    for (int64_t k = 0; k < mt_tower(m)->M; k++) {
         int64_t at[2] = {row * side + k / side, column * side + k % side}, patch = to + k;
         for (int64_t i = 0; i < D / 2; i++) { // the first half of the pairs rotate by the row
             double frequency = pow(10000, -(double)(i % (D / 4)) / (double)(D / 4));
@@ -22828,25 +22878,55 @@ static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, c
     }
 }
 
-/* The rows of an image's tokens, from `token` on, and its patches, unless they are NULL: another rank computes it. Both
- * in the order of windows where the tower has them; rows: in the order of the image. */
-static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
-                                 const int32_t *rows, mt_vision_batch *v, const mt_vision_batch *host) {
-    const mt_vision_options *o = &m->options->vision;
+/* The order in which the tower has an image's tokens, window by window where it has windows: order[tokens], each as
+ * row * width + column. lengths: tokens of each window. Returns the number of windows. */
+static int64_t mt_vision_order(const mt_options *options, const mt_image_grid *grid, int32_t *order, int64_t *lengths) {
+    const mt_vision_options *o = &options->vision;
     int64_t height = grid->height / o->spatial_merge_size, width = grid->width / o->spatial_merge_size;
-    int64_t M = mt_tower(m)->M, tall = height, wide = width, first = (token - v->first_own) * M, to = first;
+    int64_t tall = height, wide = width, windows = 0;
     if (o->tower == MT_VISION_QWEN2_5) tall = wide = mt_max(o->window_size / o->patch_size / o->spatial_merge_size, 1);
     for (int64_t top = 0; top < height; top += tall)
         for (int64_t left = 0; left < width; left += wide) {
-            int64_t begin = to, bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
+            int64_t bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
             for (int64_t row = top; row < bottom; row++)
-                for (int64_t column = left; column < right; column++, to += M) {
-                    host->row_of_token[token++] = rows[row * width + column];
-                    if (patches) mt_vision_token_load(m, grid, patches, row, column, to, host);
-                }
-            if (patches) v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
+                for (int64_t column = left; column < right; column++) *order++ = (int32_t)(row * width + column);
+            lengths[windows++] = (bottom - top) * (right - left);
         }
-    if (patches) v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    return windows;
+}
+
+/* Spans and positions of the next image that this rank computes, from patch `to` on. Returns the next patch. */
+static int64_t mt_vision_image_place(const mt_model *m, const mt_image_grid *grid, int64_t to, mt_vision_batch *v,
+                                     const mt_vision_batch *host) {
+    int64_t width = grid->width / m->options->vision.spatial_merge_size, M = mt_tower(m)->M;
+    int64_t tokens = grid->height * grid->width / M, first = to;
+    int32_t *order = mt_malloc(tokens * 4);
+    int64_t *lengths = mt_malloc(tokens * 8), windows = mt_vision_order(m->options, grid, order, lengths);
+    for (int64_t k = 0; k < tokens; k++)
+        mt_vision_token_place(m, grid, order[k] / width, order[k] % width, first + k * M, host);
+    for (int64_t w = 0; w < windows; to += lengths[w++] * M)
+        v->host_windows[v->num_windows++] = (mt_span){to, lengths[w] * M, to, lengths[w] * M, false};
+    v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    free(order);
+    free(lengths);
+    return to;
+}
+
+/* The rows of an image's tokens, from `token` on, in the tower's order; rows: in that of the image. With patches also
+ * these, if this rank owns the image, from row `packed` of the host's on. */
+static void mt_vision_image_pack(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
+                                 const int32_t *rows, int64_t packed, const mt_vision_batch *host) {
+    int64_t M = mt_tower(m)->M, tokens = grid->height * grid->width / M, values = M * mt_patch_values(m->options);
+    int32_t *order = mt_malloc(tokens * 4);
+    int64_t *lengths = mt_malloc(tokens * 8);
+    mt_vision_order(m->options, grid, order, lengths);
+    for (int64_t k = 0; k < tokens; k++) {
+        host->row_of_token[token + k] = rows[order[k]];
+        if (patches)
+            memcpy(host->patches + packed / M * values + k * values, patches + order[k] * values, (size_t)values * 4);
+    }
+    free(order);
+    free(lengths);
 }
 
 /* An image and its number of patches. */
@@ -22875,34 +22955,146 @@ void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_im
     free(sizes);
 }
 
-/* Divides the images of a micro-batch among the ranks that share it: owner[num_images], and the tokens of each rank. */
-static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, int32_t *owner, mt_vision_batch *v) {
-    const mt_group *group = &m->grid->tensor_context;
-    mt_images_divide(owner, images->grids, images->num_images, group->size);
-    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
-    for (int64_t i = 0; i < images->num_images; i++)
-        v->first_token[owner[i] + 1] += images->grids[i].height * images->grids[i].width / mt_tower(m)->M;
-    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
-    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
-    v->num_patches = (v->first_token[group->rank + 1] - v->first_own) * mt_tower(m)->M;
+/* The images of the micro-batches that all data-parallel ranks load at once; without training those of this rank. */
+typedef struct mt_image_share {
+    int64_t first;        // of this rank's images, the first below
+    int64_t count;        // of all ranks, in the order of the ranks
+    mt_image_grid *grids; // [count]
+    int32_t *replica;     // [count] the data-parallel rank whose micro-batch has the image
+    int32_t *owner;       // [count] its rank in tensor_context
+    int32_t *computes;    // [count] the data-parallel rank that computes it; its own unless images are spread
+} mt_image_share;
+
+static void mt_image_share_alloc(mt_image_share *a, int64_t count) {
+    a->count = count;
+    a->grids = mt_malloc(count * (int64_t)sizeof *a->grids);
+    a->replica = mt_malloc(3 * count * 4);
+    a->owner = a->replica + count, a->computes = a->owner + count;
 }
 
-/* The rows of all image tokens, and the patches of this rank's images. rows: of the images' tokens, in order; owner: of
- * the images. Each token has its row on one rank: with sequence parallelism, of all that share the micro-batch. */
+static void mt_image_share_free(mt_image_share *a) {
+    free(a->grids);
+    free(a->replica);
+}
+
+/* Gathers the grids of all data-parallel ranks, on the host. */
+static void mt_image_share_gather(mt_image_share *a, const mt_image_batch *images, const mt_group *data) {
+    int64_t *counts = mt_malloc(data->size * 8), own = images->num_images, most = 0, all = 0, k = 0;
+    mt_cpu_exchange_all("all_gather", (char *)counts, (const char *)&own, 0, 8, data);
+    for (int r = 0; r < data->size; r++) most = mt_max(most, counts[r]), all += counts[r];
+    mt_image_share_alloc(a, all);
+    int64_t bytes = most * (int64_t)sizeof *a->grids;
+    mt_image_grid *grids = mt_calloc((data->size + 1) * bytes), *mine = grids + data->size * most;
+    if (own > 0) memcpy(mine, images->grids, (size_t)own * sizeof *mine);
+    mt_cpu_exchange_all("all_gather", (char *)grids, (const char *)mine, 0, bytes, data);
+    for (int r = 0; r < data->size; r++) {
+        if (r == data->rank) a->first = k;
+        for (int64_t i = 0; i < counts[r]; i++, k++) a->grids[k] = grids[r * most + i], a->replica[k] = r;
+    }
+    free(grids);
+    free(counts);
+}
+
+/* Each rank computes images of its own replica: owners as of mt_images_divide. Returns the most patches of a rank. */
+static int64_t mt_images_keep(mt_image_share *a, int64_t ranks) {
+    int64_t *load = mt_malloc(ranks * 8), most = 0;
+    for (int64_t first = 0, end; first < a->count; first = end) {
+        for (end = first; end < a->count && a->replica[end] == a->replica[first];) end++;
+        mt_images_divide(a->owner + first, a->grids + first, end - first, ranks);
+        memset(load, 0, (size_t)ranks * 8);
+        for (int64_t i = first; i < end; i++) {
+            load[a->owner[i]] += a->grids[i].height * a->grids[i].width, a->computes[i] = a->replica[i];
+            most = mt_max(most, load[a->owner[i]]);
+        }
+    }
+    free(load);
+    return most;
+}
+
+/* Spreads the images over the ranks of all replicas, if then the most patches of a rank are fewer: from the largest on,
+ * each goes to the rank with the fewest patches so far; of several to one of its own replica. Returns true if any image
+ * is computed by another replica. */
+static bool mt_images_spread(mt_image_share *a, int64_t ranks, int64_t replicas) {
+    int64_t kept = mt_images_keep(a, ranks), most = 0;
+    mt_sized_image *sizes = mt_malloc(a->count * (int64_t)sizeof *sizes);
+    int64_t *load = mt_calloc(ranks * replicas * 8);
+    int32_t *chosen = mt_malloc(a->count * 4);
+    for (int64_t i = 0; i < a->count; i++) sizes[i] = (mt_sized_image){a->grids[i].height * a->grids[i].width, i};
+    if (a->count > 0) qsort(sizes, (size_t)a->count, sizeof *sizes, mt_sized_image_compare);
+    for (int64_t i = 0; i < a->count; i++) {
+        int64_t home = a->replica[sizes[i].image] * ranks, least = home;
+        for (int64_t k = 1; k < ranks * replicas; k++) {
+            int64_t rank = (home + k) % (ranks * replicas);
+            if (load[rank] < load[least]) least = rank;
+        }
+        load[least] += sizes[i].patches, most = mt_max(most, load[least]);
+        chosen[sizes[i].image] = (int32_t)least;
+    }
+    bool spread = false;
+    for (int64_t i = 0; i < a->count && most < kept; i++) {
+        a->owner[i] = (int32_t)(chosen[i] % ranks), a->computes[i] = (int32_t)(chosen[i] / ranks);
+        spread |= a->computes[i] != a->replica[i];
+    }
+    free(chosen);
+    free(load);
+    free(sizes);
+    return spread;
+}
+
+/* Divides the images of a micro-batch among the ranks that share it, and in training among all replicas. */
+static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, bool training, mt_image_share *a,
+                             mt_vision_batch *v) {
+    const mt_group *group = &m->grid->tensor_context, *data = &m->grid->data;
+    bool gathers = training && v->given && !m->ops->is_imagined;
+    *a = (mt_image_share){.first = 0};
+    if (gathers) {
+        mt_image_share_gather(a, images, data);
+        v->spread = mt_images_spread(a, group->size, data->size);
+    } else {
+        mt_image_share_alloc(a, images->num_images);
+        for (int64_t i = 0; i < a->count; i++) a->grids[i] = images->grids[i], a->replica[i] = data->rank;
+        mt_images_keep(a, group->size);
+    }
+    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
+    for (int r = 0; gathers && r < data->size; r++) v->given[r] = v->taken[r] = 0;
+    for (int64_t i = 0; i < a->count; i++) {
+        int64_t patches = a->grids[i].height * a->grids[i].width;
+        bool own = a->replica[i] == data->rank, here = a->owner[i] == group->rank;
+        if (own) v->first_token[a->owner[i] + 1] += patches / mt_tower(m)->M;
+        if (own && here) v->num_packed += patches;
+        if (a->computes[i] == data->rank && here) v->num_patches += patches;
+        if (gathers && own && here) v->given[a->computes[i]] += patches;
+        if (gathers && a->computes[i] == data->rank && here) v->taken[a->replica[i]] += patches;
+    }
+    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
+    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
+}
+
+/* The rows of all image tokens, the patches of the images that this rank owns, and the positions in all that it
+ * computes. rows: of the tokens of its replica's images, in order. Each token has its row on one rank: with sequence
+ * parallelism, of all that share the micro-batch. An owner's images stand in the order of the replicas that compute
+ * them, and a rank computes those of its own and of other replicas in the order of these. */
 static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, const mt_image_batch *images,
-                                  const int32_t *owner, const int32_t *rows, const mt_vision_batch *host) {
-    const mt_group *group = &m->grid->tensor_context;
+                                  const mt_image_share *a, const int32_t *rows, const mt_vision_batch *host) {
+    const mt_group *group = &m->grid->tensor_context, *data = &m->grid->data;
     mt_vision_batch *v = mb->modality;
-    int64_t *next = mt_malloc(group->size * 8), first_row = 0;
-    const float *patches = images->patches;
+    int64_t *next = mt_malloc(group->size * 8), first_row = 0, packed = 0, to = 0, M = mt_tower(m)->M;
     if (m->tp.sequence_parallel) first_row = m->grid->tensor.rank * mb->rows;
     memcpy(next, v->first_token, (size_t)group->size * 8);
-    for (int64_t i = 0; i < images->num_images; i++) {
-        const mt_image_grid *grid = &images->grids[i];
-        int64_t P = grid->height * grid->width, tokens = P / mt_tower(m)->M;
-        mt_vision_image_load(m, grid, owner[i] == group->rank ? patches : NULL, next[owner[i]], rows, v, host);
-        patches += P * mt_patch_values(m->options), rows += tokens, next[owner[i]] += tokens;
-    }
+    for (int replica = 0; replica < data->size; replica++)
+        for (int64_t i = 0, token = 0; i < images->num_images; i++) {
+            int64_t k = a->first + i, owner = a->owner[k], tokens = a->grids[k].height * a->grids[k].width / M;
+            const float *patches = images->patches + token * M * mt_patch_values(m->options);
+            if (a->computes[k] == replica) {
+                mt_vision_image_pack(m, &a->grids[k], owner == group->rank ? patches : NULL, next[owner], rows + token,
+                                     packed, host);
+                next[owner] += tokens, packed += owner == group->rank ? tokens * M : 0;
+            }
+            token += tokens;
+        }
+    for (int64_t i = 0; i < a->count; i++)
+        if (a->computes[i] == data->rank && a->owner[i] == group->rank)
+            to = mt_vision_image_place(m, &a->grids[i], to, v, host);
     for (int64_t k = 0; k < v->num_tokens; k++) {
         int64_t here = host->row_of_token[k] - first_row; // a row of -1 is before all of them
         bool held = host->row_of_token[k] >= 0 && here >= 0 && here < mb->rows;
@@ -22916,19 +23108,24 @@ static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, c
 
 /* Fills the inputs of a micro-batch's images and enqueues their copy; image tokens among block->tokens become -1, whose
  * embedding is 0. */
-static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block) {
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block,
+                           bool training) {
     const mt_image_batch *images = &whole->images;
     mt_vision_batch *v = mb->modality;
     bool tower = m->stages[mb->chunk].embedding;
     int64_t T = mb->T;
-    v->num_tokens = v->num_patches = v->num_images = v->num_windows = 0;
-    v->has_coordinates = images->num_images > 0;
-    if (images->num_images == 0) return;
+    v->num_tokens = v->num_patches = v->num_packed = v->num_images = v->num_windows = 0;
+    v->has_coordinates = images->num_images > 0, v->spread = false;
+    mt_image_share share;
+    mt_vision_divide(m, images, training && tower, &share, v);
+    if (images->num_images == 0 && v->num_patches == 0) {
+        mt_image_share_free(&share);
+        return;
+    }
     const int32_t *own_tokens = mb->context ? mt_context_own_tokens(mb->context, whole->num_tokens) : NULL;
-    int32_t *owner = mt_malloc(images->num_images * 4), *local = mt_malloc(whole->num_tokens * 4);
+    int32_t *local = mt_malloc(whole->num_tokens * 4);
     for (int64_t t = 0; t < whole->num_tokens; t++) local[t] = own_tokens ? -1 : (int32_t)t;
     for (int64_t t = 0; t < T && own_tokens; t++) local[own_tokens[t]] = (int32_t)t;
-    mt_vision_divide(m, images, owner, v);
     int64_t P = v->num_patches;
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
@@ -22936,13 +23133,13 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whol
     mt_vision_batch host = *v;
     mt_vision_block_at(m, &host, &on_host, T, P, v->num_tokens, tower);
     int32_t *rows = mt_malloc(v->num_tokens * 4); // of tokens in the order of the images
-    mt_vision_place(m, whole, local, rows, &host);
+    if (v->has_coordinates) mt_vision_place(m, whole, local, rows, &host);
     for (int64_t t = 0; t < mt_max(T, P); t++) host.numbers[t] = (int32_t)t;
     for (int64_t t = 0; t < T; t++) host.token_of_row[t] = -1;
     for (int64_t k = 0; k < v->num_tokens; k++)
         if (rows[k] >= 0) block->tokens[rows[k]] = -1;
-    if (tower) mt_vision_images_load(m, mb, images, owner, rows, &host);
-    free(owner);
+    if (tower) mt_vision_images_load(m, mb, images, &share, rows, &host);
+    mt_image_share_free(&share);
     free(local);
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
@@ -22953,7 +23150,7 @@ static void mt_vision_load_decode(mt_model *m, mt_micro_batch *mb, const mt_batc
     const mt_image_rows *rows = &batch->image_rows;
     mt_vision_batch *v = mb->modality;
     int64_t T = batch->num_tokens;
-    v->num_patches = v->num_tokens = 0, v->has_coordinates = rows->any;
+    v->num_patches = v->num_packed = v->num_tokens = 0, v->has_coordinates = rows->any, v->spread = false;
     if (!rows->any) return;
     MT_CHECK(m->plan.max_image_tokens > 0);
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
@@ -22981,7 +23178,8 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = mb->modality;
-    v->num_patches = P, v->num_tokens = tokens, v->first_own = v->num_images = v->num_windows = 0;
+    v->num_patches = v->num_packed = P, v->num_tokens = tokens;
+    v->first_own = v->num_images = v->num_windows = 0, v->spread = false;
     m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
@@ -22991,7 +23189,8 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     int32_t *rows = mt_malloc(tokens * 4);
     for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
     for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
-    mt_vision_image_load(m, grid, patches, 0, rows, v, &host);
+    mt_vision_image_pack(m, grid, patches, 0, rows, 0, &host);
+    mt_vision_image_place(m, grid, 0, v, &host);
     for (int64_t k = 0; k < tokens; k++) host.token_of_row[host.row_of_token[k]] = (int32_t)k;
     memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
     memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
@@ -23122,6 +23321,9 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     s->dfc1 = mt_arena_alloc(arena, P * mt_max(2 * t->F, t->C) * size);
     s->dactive = mt_arena_alloc(arena, P * mt_max(t->F, t->C) * size);
     s->row_dot = mt_arena_alloc(arena, P * (t->C / t->D) * 4);
+    if (m->grid->data.size == 1) return;
+    s->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
+    for (int64_t i = 0; i < t->num_mergers; i++) s->features[i] = mt_arena_alloc(arena, P / t->M * m->C * size);
 }
 
 int64_t mt_model_patches(const mt_model *m) {
@@ -23134,13 +23336,14 @@ int64_t mt_model_patches(const mt_model *m) {
 static void mt_vision_open(mt_model *m) {
     const mt_vision_options *o = &m->options->vision;
     mt_arena block = {0};
-    mt_vision_batch any;
+    mt_vision_batch any = {.num_packed = m->plan.max_patches};
     mt_vision *t = m->modality_state = mt_model_calloc(m, (int64_t)sizeof *t);
     t->num_layers = o->num_layers, t->num_mergers = 1 + mt_num_deepstack(m->options);
     t->C = o->hidden_size, t->D = o->hidden_size / o->num_attention_heads, t->F = o->ffn_hidden_size;
     t->M = mt_patches_of_token(m->options);
     t->shared = mt_model_calloc(m, (int64_t)sizeof *t->shared);
     t->scratch = mt_model_calloc(m, (int64_t)sizeof *t->scratch);
+    t->counts = mt_model_calloc(m, 2 * m->grid->data.size * 8);
     int64_t P = m->plan.max_patches;
     if (P > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, P, P / t->M, true);
     t->block_bytes = block.used;
@@ -23168,6 +23371,8 @@ static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb) {
     if (keeps) v->layers = mt_model_calloc(m, t->num_layers * (int64_t)sizeof *v->layers);
     v->host_images = mt_model_calloc(m, 2 * tokens * (int64_t)sizeof *v->host_images);
     v->host_windows = v->host_images + tokens;
+    if (!m->plan.train || m->grid->data.size == 1 || tokens == 0) return;
+    v->given = mt_model_calloc(m, 2 * m->grid->data.size * 8), v->taken = v->given + m->grid->data.size;
 }
 
 /* Rules that name no other option than those of the tower. */
