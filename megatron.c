@@ -7445,7 +7445,7 @@ typedef struct mt_modality {
     void (*plan_batch)(const mt_model *m, struct mt_micro_batch *mb, mt_arena *arena); // inputs and saved values
     void (*plan_scratch)(mt_model *m, mt_arena *arena);
     int64_t (*workspace_bytes)(const mt_model *m);
-    int64_t (*rows)(const mt_model *m); // the most of a linear on this rank
+    int64_t (*rows)(const mt_model *m, mt_role role); // the most of a linear on this rank; role 0: of any
     void (*start)(mt_model *m);
     void (*stop)(mt_model *m);
     /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
@@ -7567,12 +7567,14 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
-    char whole[140];
-    snprintf(whole, sizeof whole, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert, number ? number + 1 : "");
     bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
-    const char *stem = beside && strncmp(whole, "model.", 6) == 0 ? "model." : "";
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%s%s", stem, *stem ? "language_model." : "",
-             whole + strlen(stem));
+    const char *of_layer = layer, *inserted = "";
+    if (beside && strncmp(*layer ? layer : name, "model.", 6) == 0) {
+        inserted = "model.language_model.";
+        *(*layer ? &of_layer : &name) += 6;
+    }
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%s%.*s%s%s", inserted, of_layer, (int)strcspn(name, "#"), name,
+             expert, number ? number + 1 : "");
 }
 
 /* An expert's part of the tensor that holds all experts. Granite: matrices [out, in], gate above up. Others: [in, out];
@@ -7985,6 +7987,7 @@ typedef struct mt_pass {
     bool decode;                 // attention reads the KV cache
     bool encode;                 // the encoder's half alone: see mt_model_encode
     const int64_t *adapter_rows; // mt_batch.adapter_rows
+    const int64_t *row_index;    // names the rows of a modality for dropout, as token_index does tokens; or NULL
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
     int32_t *selected; // forward: [T, topk] the last layer's keys of sparse attention, for layers that share them
@@ -8517,8 +8520,10 @@ static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
 
 /* The pass as linears see it. */
 static mt_linear_pass mt_linears(const mt_pass *p) {
-    return (mt_linear_pass){
-        .tp = &p->tp, .training = p->training, .token_index = p->batch->token_index, .adapter_rows = p->adapter_rows};
+    return (mt_linear_pass){.tp = &p->tp,
+                            .training = p->training,
+                            .token_index = p->row_index ? p->row_index : p->batch->token_index,
+                            .adapter_rows = p->adapter_rows};
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
@@ -16687,17 +16692,20 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->uniforms = mt_arena_alloc(arena, rows * 8);
         m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
     }
-    int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
-    for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
-        if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    int64_t dropped = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (param->role != MT_LORA_A || m->options->lora_dropout == 0) continue;
+        int64_t inputs = param->vision_part >= 0 ? m->modality->rows(m, param->adapts) : T;
+        dropped = mt_max(dropped, inputs * param->cols);
+    }
     mt_arena adapters = {0};
     for (int64_t i = 0; i < m->num_params; i++)
         if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
     m->adapter_table_bytes = adapters.used;
     for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
-    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m)) : T;
+    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m, 0)) : T;
     m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * adapted * R * size);
-    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size); // of the decoder: a modality has no dropout
+    m->adapter_scratch.x = mt_arena_alloc(arena, dropped * size);
     mt_plan_scratch(m, arena);
     if (m->modality) m->modality->plan_scratch(m, arena);
     mt_plan_experts(m, arena);
@@ -16971,8 +16979,9 @@ static void mt_model_adapters(mt_model *m) {
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)param->layer * STRIDE + param->adapts
-                                                    : (uint64_t)param->adapts << 40 | (uint64_t)param->layer;
+        int64_t part = param->vision_part >= 0 ? param->vision_part : param->layer;
+        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)part * STRIDE + param->adapts
+                                                    : (uint64_t)param->adapts << 40 | (uint64_t)part;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -22257,6 +22266,8 @@ typedef struct mt_vision_batch {
     float *cos, *sin;               // [P, D / 2] of patches
     int32_t *taps;                  // [4, P] learned positions of a patch
     float *tap_weights;             // [4, P]
+    int64_t *patch_index;           // [P] names a patch in the whole run, for dropout
+    int64_t *token_index;           // [P / M] the mt_batch.token_index of its token
     mt_span *images, *windows;      // patches that attend to each other
     int32_t *row_of_token;          // [num_tokens] rows of the residual stream; -1: another rank has it
     mt_span *host_images, *host_windows;
@@ -22285,6 +22296,7 @@ typedef struct mt_merger_values {
 } mt_merger_values;
 
 typedef struct mt_vision_scratch {
+    void *rows;      // [R, C] fp32 residual stream: features, or the gradient of the stream, in the model's type
     void *sum;       // [P, Cv] a block's output before it is added
     void *dhidden;   // [P, Cv] gradient of the residual stream
     void *dnormed;   // [P, Cv] of a norm's output
@@ -22357,9 +22369,11 @@ static char *mt_vision_owner(const mt_model *m, const mt_param *param) {
 
 /* ---- the layers of the tower */
 
-/* The pass over rows that are patches or tokens of images: [rows, any width], whole on every rank. */
+/* The pass over the patches of this rank's images, or over their tokens: [rows, any width], whole on every rank. */
 static mt_pass mt_vision_pass(const mt_pass *p, int64_t rows) {
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_pass pass = *p;
+    pass.row_index = rows == v->num_patches ? v->patch_index : v->token_index;
     pass.T = pass.rows = pass.tp.T = pass.tp.rows = rows, pass.first_row = 0, pass.tp.sequence_parallel = false;
     return pass;
 }
@@ -22550,15 +22564,18 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t layer, void *x) {
     const mt_vision_batch *v = mt_pass_images(p);
     mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
+    bool wide = mt_residual_is_wide(m);
     rows.in = p->decode ? mt_tower(m)->features[layer + 1] : v->mergers[layer + 1].out;
-    rows.base = rows.out = x;
+    rows.base = wide ? NULL : x, rows.out = wide ? mt_tower(m)->scratch->rows : x;
     m->ops->combine_rows(&rows, m->dtype, p->stream);
+    if (wide) mt_residual_add(m, p, x, x, rows.out);
 }
 
 /* The gradient of these features from dx[R, C]; zeros for tokens of other ranks. */
 static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t layer, const void *dx) {
     const mt_vision_batch *v = mt_pass_images(p);
-    mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token, .from = dx};
+    mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token};
+    rows.from = mt_residual_round(m, p, mt_tower(m)->scratch->rows, dx);
     rows.to = v->mergers[layer + 1].dout;
     m->ops->gather_rows(&rows, m->dtype, p->stream);
 }
@@ -22804,6 +22821,7 @@ static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *
     v->sin = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4);
     v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
     v->tap_weights = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
+    v->patch_index = mt_arena_alloc(arena, P * 8), v->token_index = mt_arena_alloc(arena, P / mt_tower(m)->M * 8);
     v->images = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->windows = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
@@ -22895,15 +22913,19 @@ static int64_t mt_vision_order(const mt_options *options, const mt_image_grid *g
     return windows;
 }
 
-/* Spans and positions of the next image that this rank computes, from patch `to` on. Returns the next patch. */
-static int64_t mt_vision_image_place(const mt_model *m, const mt_image_grid *grid, int64_t to, mt_vision_batch *v,
-                                     const mt_vision_batch *host) {
+/* Spans, positions and indices of the next image that this rank computes, from patch `to` on; index: the token_index of
+ * its first token. Returns the next patch. */
+static int64_t mt_vision_image_place(const mt_model *m, const mt_image_grid *grid, int64_t index, int64_t to,
+                                     mt_vision_batch *v, const mt_vision_batch *host) {
     int64_t width = grid->width / m->options->vision.spatial_merge_size, M = mt_tower(m)->M;
     int64_t tokens = grid->height * grid->width / M, first = to;
     int32_t *order = mt_malloc(tokens * 4);
     int64_t *lengths = mt_malloc(tokens * 8), windows = mt_vision_order(m->options, grid, order, lengths);
-    for (int64_t k = 0; k < tokens; k++)
+    for (int64_t k = 0; k < tokens; k++) {
         mt_vision_token_place(m, grid, order[k] / width, order[k] % width, first + k * M, host);
+        host->token_index[first / M + k] = index + order[k];
+        for (int64_t i = 0; i < M; i++) host->patch_index[first + k * M + i] = (index + order[k]) * M + i;
+    }
     for (int64_t w = 0; w < windows; to += lengths[w++] * M)
         v->host_windows[v->num_windows++] = (mt_span){to, lengths[w] * M, to, lengths[w] * M, false};
     v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
@@ -22960,6 +22982,7 @@ typedef struct mt_image_share {
     int64_t first;        // of this rank's images, the first below
     int64_t count;        // of all ranks, in the order of the ranks
     mt_image_grid *grids; // [count]
+    int64_t *indices;     // [count] the mt_batch.token_index of the first token
     int32_t *replica;     // [count] the data-parallel rank whose micro-batch has the image
     int32_t *owner;       // [count] its rank in tensor_context
     int32_t *computes;    // [count] the data-parallel rank that computes it; its own unless images are spread
@@ -22968,30 +22991,48 @@ typedef struct mt_image_share {
 static void mt_image_share_alloc(mt_image_share *a, int64_t count) {
     a->count = count;
     a->grids = mt_malloc(count * (int64_t)sizeof *a->grids);
+    a->indices = mt_malloc(count * 8);
     a->replica = mt_malloc(3 * count * 4);
     a->owner = a->replica + count, a->computes = a->owner + count;
 }
 
 static void mt_image_share_free(mt_image_share *a) {
     free(a->grids);
+    free(a->indices);
     free(a->replica);
 }
 
-/* Gathers the grids of all data-parallel ranks, on the host. */
-static void mt_image_share_gather(mt_image_share *a, const mt_image_batch *images, const mt_group *data) {
-    int64_t *counts = mt_malloc(data->size * 8), own = images->num_images, most = 0, all = 0, k = 0;
+/* Writes the grids of a micro-batch's images and the indices of their first tokens to image `k` and those behind it. */
+static void mt_image_share_fill(const mt_model *m, mt_image_share *a, const mt_batch *batch, int64_t k) {
+    const mt_image_grid *grid = batch->images.grids, *end = grid + batch->images.num_images;
+    for (int64_t t = 0; grid < end; t++) {
+        if (batch->tokens[t] != m->options->vision.image_token_id) continue;
+        a->grids[k] = *grid, a->indices[k++] = batch->token_index[t];
+        t += grid->height * grid->width / mt_tower(m)->M - 1, grid++;
+    }
+}
+
+/* Gathers the images of all data-parallel ranks, on the host. */
+static void mt_image_share_gather(const mt_model *m, mt_image_share *a, const mt_batch *batch) {
+    const mt_group *data = &m->grid->data;
+    int64_t *counts = mt_malloc(data->size * 8), own = batch->images.num_images, most = 0, all = 0;
     mt_cpu_exchange_all("all_gather", (char *)counts, (const char *)&own, 0, 8, data);
     for (int r = 0; r < data->size; r++) most = mt_max(most, counts[r]), all += counts[r];
+    mt_image_share rows; // [data ranks + 1, most], the last of them this rank's
+    mt_image_share_alloc(&rows, (data->size + 1) * most);
     mt_image_share_alloc(a, all);
-    int64_t bytes = most * (int64_t)sizeof *a->grids;
-    mt_image_grid *grids = mt_calloc((data->size + 1) * bytes), *mine = grids + data->size * most;
-    if (own > 0) memcpy(mine, images->grids, (size_t)own * sizeof *mine);
-    mt_cpu_exchange_all("all_gather", (char *)grids, (const char *)mine, 0, bytes, data);
-    for (int r = 0; r < data->size; r++) {
+    mt_image_share_fill(m, &rows, batch, data->size * most);
+    mt_cpu_exchange_all("all_gather", (char *)rows.grids, (const char *)(rows.grids + data->size * most), 0,
+                        most * (int64_t)sizeof *rows.grids, data);
+    mt_cpu_exchange_all("all_gather", (char *)rows.indices, (const char *)(rows.indices + data->size * most), 0,
+                        most * 8, data);
+    for (int64_t r = 0, k = 0; r < data->size; r++) {
         if (r == data->rank) a->first = k;
-        for (int64_t i = 0; i < counts[r]; i++, k++) a->grids[k] = grids[r * most + i], a->replica[k] = r;
+        for (int64_t i = 0; i < counts[r]; i++, k++)
+            a->grids[k] = rows.grids[r * most + i], a->indices[k] = rows.indices[r * most + i],
+            a->replica[k] = (int32_t)r;
     }
-    free(grids);
+    mt_image_share_free(&rows);
     free(counts);
 }
 
@@ -23042,17 +23083,18 @@ static bool mt_images_spread(mt_image_share *a, int64_t ranks, int64_t replicas)
 }
 
 /* Divides the images of a micro-batch among the ranks that share it, and in training among all replicas. */
-static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, bool training, mt_image_share *a,
+static void mt_vision_divide(const mt_model *m, const mt_batch *batch, bool training, mt_image_share *a,
                              mt_vision_batch *v) {
     const mt_group *group = &m->grid->tensor_context, *data = &m->grid->data;
     bool gathers = training && v->given && !m->ops->is_imagined;
     *a = (mt_image_share){.first = 0};
     if (gathers) {
-        mt_image_share_gather(a, images, data);
+        mt_image_share_gather(m, a, batch);
         v->spread = mt_images_spread(a, group->size, data->size);
     } else {
-        mt_image_share_alloc(a, images->num_images);
-        for (int64_t i = 0; i < a->count; i++) a->grids[i] = images->grids[i], a->replica[i] = data->rank;
+        mt_image_share_alloc(a, batch->images.num_images);
+        mt_image_share_fill(m, a, batch, 0);
+        for (int64_t i = 0; i < a->count; i++) a->replica[i] = data->rank;
         mt_images_keep(a, group->size);
     }
     memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
@@ -23094,7 +23136,7 @@ static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, c
         }
     for (int64_t i = 0; i < a->count; i++)
         if (a->computes[i] == data->rank && a->owner[i] == group->rank)
-            to = mt_vision_image_place(m, &a->grids[i], to, v, host);
+            to = mt_vision_image_place(m, &a->grids[i], a->indices[i], to, v, host);
     for (int64_t k = 0; k < v->num_tokens; k++) {
         int64_t here = host->row_of_token[k] - first_row; // a row of -1 is before all of them
         bool held = host->row_of_token[k] >= 0 && here >= 0 && here < mb->rows;
@@ -23117,7 +23159,7 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whol
     v->num_tokens = v->num_patches = v->num_packed = v->num_images = v->num_windows = 0;
     v->has_coordinates = images->num_images > 0, v->spread = false;
     mt_image_share share;
-    mt_vision_divide(m, images, training && tower, &share, v);
+    mt_vision_divide(m, whole, training && tower, &share, v);
     if (images->num_images == 0 && v->num_patches == 0) {
         mt_image_share_free(&share);
         return;
@@ -23190,7 +23232,7 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
     for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
     mt_vision_image_pack(m, grid, patches, 0, rows, 0, &host);
-    mt_vision_image_place(m, grid, 0, v, &host);
+    mt_vision_image_place(m, grid, 0, 0, v, &host);
     for (int64_t k = 0; k < tokens; k++) host.token_of_row[host.row_of_token[k]] = (int32_t)k;
     memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
     memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
@@ -23302,8 +23344,8 @@ static int64_t mt_vision_workspace_bytes(const mt_model *m) {
                   m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
-static int64_t mt_vision_rows(const mt_model *m) {
-    return m->has_embedding ? m->plan.max_patches : 0;
+static int64_t mt_vision_rows(const mt_model *m, mt_role role) {
+    return m->has_embedding ? m->plan.max_patches / (role >= MT_MERGER_FC1 ? mt_tower(m)->M : 1) : 0;
 }
 
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
@@ -23312,6 +23354,7 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), row = P * t->C * size;
     if (!m->has_embedding || P == 0) return;
     mt_vision_plan_values(m, t->shared, arena);
+    if (mt_residual_is_wide(m)) s->rows = mt_arena_alloc(arena, m->max_rows * m->C * size);
     s->sum = mt_arena_alloc(arena, row);
     for (int64_t i = 0; i < t->num_mergers; i++)
         mt_tower(m)->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
@@ -23444,9 +23487,6 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
          "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
          "decoder by --language-model-only",
          {o->mtp_num_layers}},
-        {.broken = o->fp32_residual_connection,
-         .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
-                    "it out, or load the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

@@ -291,11 +291,36 @@ static void adapters_of_the_tower_train_as_those_of_peft(void **state) {
         }
 }
 
-/* Products of the decoder's layers in fp8, none of the tower's. The ranks of a pipeline and of a data group compute as
- * one rank, operation by operation; a sum over ranks has two terms. */
-static void decoders_in_fp8_train_alike(void **state) {
+/* The factors of a patch do not depend on the rank that computes it. */
+static void dropout_of_the_towers_adapters_is_that_of_one_rank(void **state) {
+    static const char *const words[] = {TP, TP SP " --recompute-granularity full", CP,
+                                        PP STRATEGY "optim_grads_params"};
+    (void)state;
+    for (int k = 0; k < NUM_MODELS; k++) {
+        double alone[4], numbers[4];
+        int64_t patches;
+        char line[256];
+        const char *target = strstr(models[k].name, "2_5") ? "qkv,mlp.0,mlp.2" : "qkv,linear_fc1,linear_fc2";
+        snprintf(line, sizeof line, " --lora-rank 2 --lora-target %s --lora-dropout 0.3", target);
+        train_albums(models[k].name, &mt_grid_of_one, 2, line, alone, &patches);
+        for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+            snprintf(line, sizeof line, "%s --lora-rank 2 --lora-target %s --lora-dropout 0.3", words[i], target);
+            mt_grid grid = grid_of(models[k].name, line);
+            train_albums(models[k].name, &grid, 1, line, numbers, &patches);
+            for (int n = 0; n < 4; n++)
+                if (!(fabs(numbers[n] - alone[n]) <= (n < 2 ? 1e-5 : models[k].tolerance) * alone[n]))
+                    fail_msg("%s%s, number %d: %.9f, on one rank %.9f", models[k].name, line, n, numbers[n], alone[n]);
+            mt_grid_clear(&grid);
+        }
+    }
+}
+
+/* Products of the decoder's layers in fp8, none of the tower's; or its residual stream in fp32. The ranks of a pipeline
+ * and of a data group compute as one rank, operation by operation; a sum over ranks has two terms. */
+static void decoders_in_other_types_train_alike(void **state) {
     static const char *const recipes[] = {" --bf16 --fp8-format hybrid",
-                                          " --bf16 --fp8-format e4m3 --fp8-recipe blockwise"};
+                                          " --bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+                                          " --bf16 --fp32-residual-connection"};
     (void)state;
     if (backend != &mt_cpu_ops) return; // the bound is for one order of sums
     for (int k = 0; k < 2; k++)
@@ -314,7 +339,7 @@ static void decoders_in_fp8_train_alike(void **state) {
                 if (!(fabs(losses[step] - alone[0][step]) <= 1e-5 * alone[0][step]))
                     fail_msg("%s%s step %d: loss %.9f, on one rank %.9f", models[k].name, words, step + 1, losses[step],
                              alone[0][step]);
-            assert_true(alone[0][0] != alone[1][0]); // the decoder's products are in fp8
+            assert_true(alone[0][0] != alone[1][0]); // the decoder rounds otherwise
             open_model(&f, models[k].name, &mt_grid_of_one, 1, recipes[i]);
             const mt_param *params = mt_model_params(f.model, &count);
             for (int64_t p = 0; p < count; p++) {
@@ -339,8 +364,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(five_steps_with_experts_equal_pytorch_on_every_layout),
         cmocka_unit_test(images_are_divided_among_the_ranks_of_a_replica),
         cmocka_unit_test(images_are_spread_over_the_replicas),
-        cmocka_unit_test(decoders_in_fp8_train_alike),
+        cmocka_unit_test(decoders_in_other_types_train_alike),
         cmocka_unit_test(adapters_of_the_tower_train_as_those_of_peft),
+        cmocka_unit_test(dropout_of_the_towers_adapters_is_that_of_one_rank),
         cmocka_unit_test(frozen_towers_train_alike_on_every_layout),
     };
     int failures = cmocka_run_group_tests_name("vision on ranks", tests, NULL, NULL);
