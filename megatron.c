@@ -459,10 +459,10 @@ static int mt_options_check_cudnn(const mt_options *o, const mt_limits *l, mt_er
          "--attention-backend cudnn needs values as wide as keys, and --value-channels is %lld, --kv-channels %lld; "
          "use flash",
          {Dv, D}},
-        {D % 8 != 0 || (D > l->cudnn_channels && !deepseek),
+        {D % 8 != 0 || (D > l->cudnn_head_channels && !deepseek),
          "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %lld, and --kv-channels is %lld; "
          "use flash",
-         {l->cudnn_channels, D}},
+         {l->cudnn_head_channels, D}},
         {trains && l->cudnn_tokens > 0 && o->seq_length % l->cudnn_tokens != 0,
          "--attention-backend cudnn needs a --seq-length that is a multiple of %lld, not %lld; use flash",
          {l->cudnn_tokens, o->seq_length}},

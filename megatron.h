@@ -2599,9 +2599,9 @@ typedef struct mt_limits {
     int64_t aux_loss_experts; // experts of a router with an auxiliary loss or z-loss
     int64_t sinkhorn_experts; // experts of a router that balances by Sinkhorn's iteration
     int64_t fp8_multiple;     // N and K of an fp8 product are multiples of this
-    /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most this many channels, or DeepSeek-V3's keys
-     * of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
-    int64_t cudnn_tokens, cudnn_channels, cudnn_latent_channels;
+    /* cuDNN's attention: sequences of whole tiles of tokens, heads of at most cudnn_head_channels, or DeepSeek-V3's
+     * keys of cudnn_latent_channels with values of cudnn_channels. All 0: a build without cuDNN. */
+    int64_t cudnn_tokens, cudnn_head_channels, cudnn_channels, cudnn_latent_channels;
     bool no_fp8, no_mxfp8;         // without fp8 products; without those of MT_FP8_VECTOR_32
     bool no_fp8_blocks;            // without those of MT_FP8_VECTOR_128 and MT_FP8_BLOCK_128
     bool no_bf16, no_delta;        // without products of bf16; without the gated delta rule

@@ -41,12 +41,12 @@ static bool batch_of(const mt_spans *spans, batch *b) {
 }
 
 /* Only whole tiles are served (the backward of other lengths needs padding masks), and only causal masks from the first
- * key on. Latent attention's heads, which share no keys, need Hopper or later: on older GPUs no engine supports
- * them. */
+ * key on. Latent attention's heads, which share no keys, need Hopper or later: on older GPUs no engine supports them.
+ * Only Hopper has engines for both directions of heads wider than 128. */
 static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *stream, batch *b) {
     bool latent = a->head_size == MT_CUDNN_LATENT_CHANNELS && a->value_size == MT_CUDNN_CHANNELS;
-    bool sizes =
-        a->head_size == a->value_size ? a->head_size <= MT_CUDNN_CHANNELS : latent && a->num_heads == a->num_groups;
+    int64_t widest = mt_cuda_device()->major == 9 ? MT_CUDNN_HOPPER_CHANNELS : MT_CUDNN_CHANNELS;
+    bool sizes = a->head_size == a->value_size ? a->head_size <= widest : latent && a->num_heads == a->num_groups;
     return stream && flash_serves(a, dtype) && sizes && a->dropout.p <= 0 && !a->pages.table && a->window == 0 &&
            batch_of(&a->spans, b) && b->Sq > 0 && b->Sk > 0 && b->Sq % MT_CUDNN_TOKENS == 0 &&
            b->Sk % MT_CUDNN_TOKENS == 0 && (!b->causal || b->Sq == b->Sk);
@@ -509,8 +509,7 @@ static mt_attention_direction *fastest(const mt_attention *a, mt_dtype dtype, mt
  * latent attention do not. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
     const int64_t slack = 16 << 20, dq_sum = 4 * D, of_heads = 2 * 2 * D, stats = 4;
-    if (D == MT_CUDNN_LATENT_CHANNELS) return T * H * (dq_sum + stats) + slack;
-    return D <= MT_CUDNN_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
+    return D <= MT_CUDNN_HOPPER_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
 }
 
 #else

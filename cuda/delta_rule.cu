@@ -1185,22 +1185,26 @@ template <class T> static void make_maps(const mt_delta_args *a, bool backward, 
 
 extern "C" void mt_cuda_delta_rule_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->spans->count == 0) return;
+    if (mt_cuda_delta_chunks_serve(a, dtype, false)) return mt_cuda_delta_chunks_forward(a, dtype, stream);
     if (a->decays > 1) return mt_cuda_kda_forward(a, dtype, stream);
     MT_CUDA_DISPATCH(dtype, forward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
     if (a->spans->count == 0) return;
+    if (mt_cuda_delta_chunks_serve(a, dtype, true)) return mt_cuda_delta_chunks_backward(a, dtype, stream);
     if (a->decays > 1) return mt_cuda_kda_backward(a, dtype, stream);
     MT_CUDA_DISPATCH(dtype, backward, a, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (mt_cuda_delta_chunks_serve(a, dtype, false)) return mt_cuda_delta_chunks_maps(a, false, dtype, stream);
     if (a->decays > 1) return mt_cuda_kda_maps(a, false, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, false, dtype, stream);
 }
 
 extern "C" void mt_cuda_delta_rule_map_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (mt_cuda_delta_chunks_serve(a, dtype, false)) return mt_cuda_delta_chunks_maps(a, true, dtype, stream);
     if (a->decays > 1) return mt_cuda_kda_maps(a, true, dtype, stream);
     MT_CUDA_DISPATCH(dtype, make_maps, a, true, dtype, stream);
 }

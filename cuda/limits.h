@@ -12,10 +12,12 @@
  * delta_rule.cu has the keys of a chunk in 160 KiB, and half as many channels in 99 KiB;
  * ssd.cu has a state in the registers of a block, or in shared memory in fp32, and half its columns where a block has
  * less than those 160 KiB, and half its rows too below 99; tensor cores multiply states of one size;
- * cuDNN's attention takes whole tiles, and heads wider than 128 only in DeepSeek-V3's sizes. */
+ * cuDNN's attention takes whole tiles, and heads wider than 128 in DeepSeek-V3's sizes, and on Hopper GPUs up to 256.
+ */
 enum {
     MT_CUDNN_TOKENS = 128,
     MT_CUDNN_CHANNELS = 128,
+    MT_CUDNN_HOPPER_CHANNELS = 256,
     MT_CUDNN_LATENT_CHANNELS = 192,
     MT_CUDA_FP8_MULTIPLE = 16,
     MT_CUDA_HEAD_CHANNELS = 256,
@@ -58,6 +60,9 @@ static inline void mt_cuda_set_limits(mt_limits *limits, int64_t shared, bool ha
     limits->fp8_multiple = MT_CUDA_FP8_MULTIPLE;
     limits->cudnn_tokens = has_cudnn ? MT_CUDNN_TOKENS : 0;
     limits->cudnn_channels = has_cudnn ? MT_CUDNN_CHANNELS : 0;
+    limits->cudnn_head_channels = !has_cudnn       ? 0
+                                  : has_fp8_blocks ? MT_CUDNN_HOPPER_CHANNELS // they too are Hopper's alone
+                                                   : MT_CUDNN_CHANNELS;
     limits->cudnn_latent_channels = has_cudnn ? MT_CUDNN_LATENT_CHANNELS : 0;
     limits->no_fp8 = !has_fp8, limits->no_fp8_blocks = !has_fp8_blocks, limits->no_mxfp8 = true;
     bool half = shared < MT_CUDA_DELTA_SHARED, least = shared < MT_CUDA_DELTA_LEAST_SHARED;
@@ -92,13 +97,27 @@ static inline int64_t mt_cuda_kda_bytes(int64_t chunks, int64_t heads, const mt_
     return heads * (chunks * each + spans * blocks * 64 * lines * 256 * V) * 4 + chunks * 16 + 16 * 256;
 }
 
+/* The same of delta_chunks.cu, whose matrices have 64 tokens and 128 channels, two states, and A or P. */
+static inline int64_t mt_cuda_delta_chunks_bytes(int64_t chunks, int64_t heads, bool train) {
+    int64_t rows = 64 * 128 * 2, state = 128 * 128 * 2, square = 64 * 64 * 2;
+    int64_t each = 4 * rows + state + square + 128 * 4 + (train ? rows + state + 4 + 128 * 4 : 0);
+    return chunks * (heads * each + 16) + 16 * 256;
+}
+
+/* delta_rule.cu and kda.cu take what delta_chunks.cu does not, of such heads too, in groups that fit. */
 static inline int64_t mt_cuda_delta_workspace(int64_t T, const mt_delta_args *a, mt_dtype dtype, bool train) {
-    int64_t chunks = mt_divide_up(T, 64) + 16;
-    if (a->decays > 1)
-        return mt_cuda_workspace_of_groups(mt_cuda_kda_bytes(chunks, a->Hv, a, train),
-                                           mt_cuda_kda_bytes(chunks, a->Hv / a->Hk, a, train), 1536);
-    return mt_cuda_workspace_of_groups(mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train),
-                                       mt_cuda_delta_bytes(chunks, a->Hv / a->Hk, a, dtype, train), 768);
+    int64_t chunks = mt_divide_up(T, 64) + 16, heads = a->Hv / a->Hk;
+    bool in_chunks = dtype != MT_F32 && a->Dk == MT_CUDA_DELTA_CHANNELS && a->Dv == MT_CUDA_DELTA_CHANNELS;
+    int64_t all = a->decays > 1 ? mt_cuda_kda_bytes(chunks, a->Hv, a, train)
+                                : mt_cuda_delta_bytes(chunks, a->Hv, a, dtype, train);
+    int64_t one = a->decays > 1 ? mt_cuda_kda_bytes(chunks, heads, a, train)
+                                : mt_cuda_delta_bytes(chunks, heads, a, dtype, train);
+    if (in_chunks) {
+        int64_t of_group = mt_cuda_delta_chunks_bytes(chunks, heads, train);
+        all = mt_cuda_delta_chunks_bytes(chunks, a->Hv, train), one = one > of_group ? one : of_group;
+        return mt_cuda_workspace_of_groups(all > one ? all : one, one, 1280);
+    }
+    return mt_cuda_workspace_of_groups(all, one, a->decays > 1 ? 1536 : 768);
 }
 
 /* Bytes of the arrays of ssd.cu for some chunks of 64 tokens and groups: states and gates of the kernels on tensor

@@ -132,4 +132,10 @@ void mt_cuda_kda_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stre
 void mt_cuda_kda_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
 void mt_cuda_kda_maps(const mt_delta_args *a, bool of_gradients, mt_dtype dtype, mt_stream *stream);
 
+/* The delta rule of either kind of decays, in delta_chunks.cu. serve: true if its kernels take these operands. */
+bool mt_cuda_delta_chunks_serve(const mt_delta_args *a, mt_dtype dtype, bool backward);
+void mt_cuda_delta_chunks_forward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_delta_chunks_backward(const mt_delta_args *a, mt_dtype dtype, mt_stream *stream);
+void mt_cuda_delta_chunks_maps(const mt_delta_args *a, bool of_gradients, mt_dtype dtype, mt_stream *stream);
+
 #endif

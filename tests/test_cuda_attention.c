@@ -761,6 +761,11 @@ static void cudnn_serves_batches_and_matches_the_cpu(void **state) {
         p.D = D, p.H = 5, p.G = 5;
         check_one(&mt_attention_cudnn, &p);
     }
+    for (int64_t D = 136; is_hopper() && D <= 256; D += 40) {
+        problem p = batch(2, 256, 256, 1, true);
+        p.D = D, p.H = 6, p.G = 2;
+        check_one(&mt_attention_cudnn, &p);
+    }
     for (size_t i = 0; is_hopper() && i < sizeof problems / sizeof *problems; i++) {
         problem p = problems[i];
         p.D = 192, p.Dv = 128, p.H = 3, p.G = 3;
@@ -777,7 +782,7 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
     problems[2].spans[1].causal = false;
     problems[3].spans[2].q_start++, problems[3].Tq++;
     problems[4].spans[1].k_start = 0; // both would write the gradients of these keys
-    problems[5].D = 136;
+    problems[5].D = is_hopper() ? 264 : 136;
     problems[6].Dv = 64;
     problems[7].D = 192, problems[7].Dv = 128; // gradients of shared keys would take more workspace
     for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
@@ -792,8 +797,8 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
 static void cudnn_works_in_the_planned_workspace(void **state) {
     (void)state;
     skip_without_cudnn();
-    const int64_t sizes[] = {8, 48, 88, 128, 192};
-    for (int i = 0; i < (is_hopper() ? 5 : 4); i++)
+    const int64_t sizes[] = {8, 48, 88, 128, 192, 256};
+    for (int i = 0; i < (is_hopper() ? 6 : 4); i++)
         for (int64_t G = sizes[i] == 192 ? 16 : 4; G <= 16; G *= 4) {
             problem p = batch(4, 2048, 2048, 0, true);
             int64_t D = sizes[i];

@@ -4049,7 +4049,11 @@ static void what_exceeds_a_backends_limits_is_refused_in_one_line(void **state) 
 
 static void sizes_that_cudnn_cannot_take_are_refused(void **state) {
     (void)state;
-    const mt_limits cudnn = {.cudnn_tokens = 128, .cudnn_channels = 128, .cudnn_latent_channels = 192}, without = {0};
+    const mt_limits cudnn = {.cudnn_tokens = 128,
+                             .cudnn_head_channels = 128,
+                             .cudnn_channels = 128,
+                             .cudnn_latent_channels = 192},
+                    without = {0};
     check_limits(FOR_CUDNN, &cudnn, NULL);
     check_limits(FOR_CUDNN "--kv-channels 20", &cudnn,
                  "--attention-backend cudnn needs heads of a multiple of 8 channels, at most 128, and --kv-channels is "
