@@ -6908,6 +6908,7 @@ enum {
     MT_NAMES_MIMO_V2,
     MT_NAMES_KIMI_LINEAR,
     MT_NAMES_T5,
+    MT_NAMES_QWEN3_VL_MOE, // Qwen3-MoE behind a vision tower
     MT_NUM_NAMES
 };
 
@@ -7286,17 +7287,20 @@ static const mt_role_row mt_role_rows[] = {
         EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS) | MT_HAS(GATED), 0,
         "mlp.experts.#.gate_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w1.weight",
         [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight"),
+        [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w1.weight",
+        [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.gate_up_proj"),
     MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, EXPERT_C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
              "mlp.experts.#.up_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w3.weight",
              [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.up_proj.weight",
              [MT_NAMES_GRANITE] = "block_sparse_moe.input_linear.weight",
-             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight"),
+             [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w3.weight",
+             [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.gate_up_proj"),
     MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, EXPERT_C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
             "mlp.experts.#.down_proj.weight", [MT_NAMES_MIXTRAL] = "block_sparse_moe.experts.#.w2.weight",
             [MT_NAMES_GPT_OSS] = "mlp.experts.down_proj", [MT_NAMES_NEMOTRON_H] = "mixer.experts.#.down_proj.weight",
             [MT_NAMES_GRANITE] = "block_sparse_moe.output_linear.weight",
-            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight"),
+            [MT_NAMES_KIMI_LINEAR] = "block_sparse_moe.experts.#.w2.weight",
+            [MT_NAMES_QWEN3_VL_MOE] = "mlp.experts.down_proj"),
     MT_ROLE(EXPERT_GATE_BIAS, EXPERTS, COLUMN_BIAS, EXPERT_F, ONE, expert_fc1.bias,
             MT_HAS(EXPERTS) | MT_HAS(MLP_BIAS) | MT_HAS(GATED), 0,
             "mlp.experts.#.gate_proj.bias", [MT_NAMES_GPT_OSS] = "mlp.experts.gate_up_proj_bias"),
@@ -7458,12 +7462,13 @@ typedef struct mt_modality {
     void (*plan_batch)(const mt_model *m, struct mt_micro_batch *mb, mt_arena *arena); // inputs and saved values
     void (*plan_scratch)(mt_model *m, mt_arena *arena);
     int64_t (*workspace_bytes)(const mt_model *m);
-    int64_t (*rows)(const mt_model *m); // the most of a linear on this rank
+    int64_t (*rows)(const mt_model *m, mt_role role); // the most of a linear on this rank; role 0: of any
     void (*start)(mt_model *m);
     void (*stop)(mt_model *m);
     /* inputs of a micro-batch on a chunk, as block->tokens are copied; of a decode pass, whose features are kept */
     int (*check_batch)(const mt_model *m, const mt_batch *batch, mt_error *error);
-    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block);
+    void (*load)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *whole, const struct mt_batch_block *block,
+                 bool training);
     void (*load_decode)(mt_model *m, struct mt_micro_batch *mb, const mt_batch *batch,
                         const struct mt_batch_block *block);
     /* on the stage with the embedding: features, before the embedding; gradients of its parameters from theirs, after
@@ -7500,6 +7505,7 @@ typedef struct mt_param_table {
     int64_t vision_part; // of rows of a modality: see mt_param
     const mt_options *options;
     const mt_hf_family_row *family;
+    int names; // the column of tensor names
     mt_partition partition;
     bool has_relative[2]; // as mt_outer.relative: its rows are there
 } mt_param_table;
@@ -7508,10 +7514,16 @@ static const char *mt_role_row_name(const mt_role_row *row, int names) {
     return row->names[names] ? row->names[names] : row->names[MT_NAMES_LLAMA];
 }
 
+/* The column of a model's tensor names: its family's, or that of the family's models with a vision tower. */
+static int mt_names_of(const mt_options *o) {
+    bool stacks = o->hf_family == MT_HF_QWEN3_MOE && o->vision.tower != MT_VISION_NONE;
+    return stacks ? MT_NAMES_QWEN3_VL_MOE : mt_hf_families[o->hf_family].names;
+}
+
 const char *mt_shared_tensor(const mt_options *options, const char *name, bool is_copy) {
     const mt_modality *modality = mt_modality_of(options);
     const char *tied = modality ? modality->tied_tensor(options) : NULL;
-    int names = mt_hf_families[options->hf_family].names;
+    int names = mt_names_of(options);
     for (const mt_role_row *row = mt_role_rows; row < mt_role_rows + MT_NUM_ROLE_ROWS; row++) {
         const char *copy = row->names[MT_NAMES_REPEATED];
         if (!copy || strcmp(name, is_copy ? copy : mt_role_row_name(row, names)) != 0) continue;
@@ -7556,17 +7568,17 @@ static void mt_param_name_t5_layer(char prefix[64], const mt_options *o, const m
 }
 
 static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
-    const char *name = mt_role_row_name(row, table->family->names), *number = strchr(name, '#');
-    bool of_t5 = table->family->names == MT_NAMES_T5;
+    const char *name = mt_role_row_name(row, table->names), *number = strchr(name, '#');
+    bool of_t5 = table->names == MT_NAMES_T5;
     mt_hf_family family = table->options->hf_family;
     bool of_qwen = family == MT_HF_QWEN3_NEXT || family == MT_HF_QWEN3_5 || family == MT_HF_QWEN3_5_MOE;
     char layer[64] = "", expert[32] = "";
     int64_t module = param->layer - table->options->num_layers; // of multi-token prediction
-    if (module >= 0 && table->family->names == MT_NAMES_MIMO)
+    if (module >= 0 && table->names == MT_NAMES_MIMO)
         snprintf(layer, sizeof layer, "model.mtp_layers.%lld.", (long long)module);
     else if (module >= 0 && of_qwen)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)module);
-    else if (module >= 0 && table->family->names == MT_NAMES_NEMOTRON_H)
+    else if (module >= 0 && table->names == MT_NAMES_NEMOTRON_H)
         snprintf(layer, sizeof layer, "mtp.layers.%lld.", (long long)mt_module_half(table->options, row, module));
     else if (param->layer >= 0 && of_t5)
         mt_param_name_t5_layer(layer, table->options, row, param->layer);
@@ -7579,21 +7591,31 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
-             number ? number + 1 : "");
+    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
+    const char *of_layer = layer, *inserted = "";
+    if (beside && strncmp(*layer ? layer : name, "model.", 6) == 0) {
+        inserted = "model.language_model.";
+        *(*layer ? &of_layer : &name) += 6;
+    }
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%s%.*s%s%s", inserted, of_layer, (int)strcspn(name, "#"), name,
+             expert, number ? number + 1 : "");
 }
 
 /* An expert's part of the tensor that holds all experts. Granite: matrices [out, in], gate above up. Others: [in, out];
- * gate and up take turns, output by output. */
+ * gate and up take turns, output by output. Qwen3-VL: released files have [in, out], gate before up; transformers 5
+ * writes [out, in], reads either, and takes a square matrix as [out, in]. */
 static void mt_param_stack(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
     const mt_role_row *other = row->fused ? row - 1 : row + 1;
-    int names = table->family->names;
+    int names = table->names;
     bool paired = strcmp(mt_role_row_name(row, names), mt_role_row_name(other, names)) == 0;
     int64_t parts = paired ? 2 : 1;
-    param->hf_stack = table->options->num_experts, param->hf_transposed = names != MT_NAMES_GRANITE;
-    param->hf_stride = param->hf_transposed ? parts : 1;
+    bool alternates = names == MT_NAMES_GPT_OSS, of_qwen = names == MT_NAMES_QWEN3_VL_MOE;
+    bool square = of_qwen && parts * param->whole_rows == param->whole_cols;
+    param->hf_stack = table->options->num_experts, param->hf_transposed = names != MT_NAMES_GRANITE && !square;
+    param->hf_either = of_qwen && !square;
+    param->hf_stride = alternates ? parts : 1;
     param->hf_row = param->expert * parts * param->whole_rows;
-    if (row->fused) param->hf_row += param->hf_transposed ? 1 : param->whole_rows;
+    if (row->fused) param->hf_row += alternates ? 1 : param->whole_rows;
     param->hf_rows_total = param->hf_stack * parts * param->whole_rows;
 }
 
@@ -7717,7 +7739,7 @@ static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t 
     param->hf_transposed = table->family->transposed && layer >= 0 && !param->is_vector;
     param->hf_stride = 1;
     param->is_head = row->when & (MT_HAS(LM_HEAD) | MT_HAS(SEQUENCE_HEAD) | MT_HAS(TOKEN_HEAD));
-    bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->family->names), '#');
+    bool stacked = row->unit == MT_UNIT_EXPERTS && !strchr(mt_role_row_name(row, table->names), '#');
     bool of_layer = param->is_linear && layer >= 0 && param->linear != MT_LINEAR_ROUTER &&
                     !(row->when & (MT_HAS(MTP) | MT_HAS(INDEXER)));
     // the products of narrow matrices of Kimi delta attention, and of the indexer, stay in bf16
@@ -7918,7 +7940,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
     mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .family = &mt_hf_families[options->hf_family]};
+    mt_param_table table = {
+        .options = options, .family = &mt_hf_families[options->hf_family], .names = mt_names_of(options)};
     const mt_partition *at = &table.partition;
     table.partition = partition ? *partition : whole;
     int64_t layers = 0;
@@ -7987,6 +8010,7 @@ typedef struct mt_pass {
     bool decode;                 // attention reads the KV cache
     bool encode;                 // the encoder's half alone: see mt_model_encode
     const int64_t *adapter_rows; // mt_batch.adapter_rows
+    const int64_t *row_index;    // names the rows of a modality for dropout, as token_index does tokens; or NULL
     int halves;                  // of the backward to run: MT_BACKWARD_*
     bool last;                   // the last backward of this chunk in this step
     int32_t *selected; // forward: [T, topk] the last layer's keys of sparse attention, for layers that share them
@@ -8518,8 +8542,10 @@ static mt_pass mt_encoder_pass(const mt_model *m, const mt_pass *p); // §20
 
 /* The pass as linears see it. */
 static mt_linear_pass mt_linears(const mt_pass *p) {
-    return (mt_linear_pass){
-        .tp = &p->tp, .training = p->training, .token_index = p->batch->token_index, .adapter_rows = p->adapter_rows};
+    return (mt_linear_pass){.tp = &p->tp,
+                            .training = p->training,
+                            .token_index = p->row_index ? p->row_index : p->batch->token_index,
+                            .adapter_rows = p->adapter_rows};
 }
 
 /* ---- split backward (Qi et al., "Zero bubble pipeline parallelism"): the weights' half needs x and dy of every
@@ -13378,7 +13404,7 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *mb, const mt_batch *wh
     const char *end = (const char *)(block.mtp_weights + (size_t)m->mtp->count * T);
     if (mb->encoder.T > 0) end = (const char *)(block.encoder_spans + mb->encoder.num_spans);
     int64_t bytes = end - (const char *)block.spans;
-    if (m->modality) m->modality->load(m, mb, whole, &block);
+    if (m->modality) m->modality->load(m, mb, whole, &block, training);
     m->ops->memory_copy(mb->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
     mt_pass p = mt_pass_begin(m, mb);
@@ -16785,17 +16811,20 @@ static void mt_plan_workspace(mt_model *m, mt_arena *arena) {
         m->uniforms = mt_arena_alloc(arena, rows * 8);
         m->sampled = mt_arena_alloc(arena, rows * (int64_t)sizeof *m->sampled);
     }
-    int64_t widest = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
-    for (const mt_param *param = m->params; param < m->params + m->num_params; param++)
-        if (param->role == MT_LORA_A && m->options->lora_dropout > 0) widest = mt_max(widest, param->cols);
+    int64_t dropped = 0, size = mt_dtype_size(m->dtype), R = MT_MAX_ADAPTER_PARTS * m->options->lora_rank;
+    for (const mt_param *param = m->params; param < m->params + m->num_params; param++) {
+        if (param->role != MT_LORA_A || m->options->lora_dropout == 0) continue;
+        int64_t inputs = param->vision_part >= 0 ? m->modality->rows(m, param->adapts) : T;
+        dropped = mt_max(dropped, inputs * param->cols);
+    }
     mt_arena adapters = {0};
     for (int64_t i = 0; i < m->num_params; i++)
         if (mt_param_is_adapter(&m->params[i])) mt_arena_alloc(&adapters, m->params[i].rows * m->params[i].cols * size);
     m->adapter_table_bytes = adapters.used;
     for (int64_t i = 0; i < m->plan.num_adapters; i++) m->adapter_tables[i] = mt_arena_alloc(arena, adapters.used);
-    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m)) : T;
+    int64_t adapted = m->modality ? mt_max(T, m->modality->rows(m, 0)) : T;
     m->adapter_scratch.rows = mt_arena_alloc(arena, 2 * adapted * R * size);
-    m->adapter_scratch.x = mt_arena_alloc(arena, T * widest * size); // of the decoder: a modality has no dropout
+    m->adapter_scratch.x = mt_arena_alloc(arena, dropped * size);
     mt_plan_scratch(m, arena);
     if (m->modality) m->modality->plan_scratch(m, arena);
     mt_plan_experts(m, arena);
@@ -17071,8 +17100,9 @@ static void mt_model_adapters(mt_model *m) {
     for (int64_t i = 0, expert = -1; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         bool is_a = param->role == MT_LORA_A, is_b = param->role == MT_LORA_B;
-        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)param->layer * STRIDE + param->adapts
-                                                    : (uint64_t)param->adapts << 40 | (uint64_t)param->layer;
+        int64_t part = param->vision_part >= 0 ? param->vision_part : param->layer;
+        uint64_t index = param->adapts <= MT_LORA_B ? (uint64_t)part * STRIDE + param->adapts
+                                                    : (uint64_t)param->adapts << 40 | (uint64_t)part;
         if (is_a && !param->continues) {
             adapter = (mt_adapter *)(void *)mt_param_weight(m, param), expert = param->expert;
             adapter->rank = o->lora_rank, adapter->scale = (float)(o->lora_alpha / (double)o->lora_rank);
@@ -22362,11 +22392,15 @@ static const mt_block_kind mt_cross_kind = {.name = "cross attention",
  * The tower is on the stage with the embedding, and every rank there has all of its parameters. The images of a
  * micro-batch are divided among the tensor- and context-parallel ranks that share it, whole, so that attention stays
  * on a rank (mt_images_divide); every rank then gathers the features of all (mt_vision_gather_features), and their
- * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks. Each
- * data-parallel rank has the images of its own micro-batches. The row of mt_modality, at the end, is what the trunk
- * calls. Invariants: with windows, the host puts the patches in the order of windows, so that every span is contiguous,
- * in a window and in an image; a micro-batch without images computes nothing, but each backward completes the tower's
- * gradients, as ranks reduce them together. */
+ * gradients are reduced to the rank of the image. A gradient of the tower is a sum over these ranks.
+ *
+ * In training the images are also spread over the data-parallel ranks, where that makes the most patches of a rank
+ * fewer, so that none waits for one whose micro-batch has many (mt_images_spread). An image keeps its rank of
+ * tensor_context, its owner, which sends the patches to the same one of another replica and gets the features back; the
+ * gradients take these ways too. The row of mt_modality, at the end, is what the trunk calls. Invariants: with windows,
+ * the host puts the patches in the order of windows, so that every span is contiguous, in a window and in an image; a
+ * micro-batch without images computes nothing, but each backward completes the tower's gradients, as ranks reduce them
+ * together. */
 
 /* Patches that become one token. */
 static int64_t mt_patches_of_token(const mt_options *o) {
@@ -22408,23 +22442,29 @@ typedef struct mt_vision {
     char *staged[2]; // as mt_model.staged_batch
     int64_t block_bytes;
     int64_t patches;                          // see mt_model_patches
+    int64_t *counts;                          // [2, data ranks] of mt_vision_exchange
     void *features[1 + MT_MAX_VISION_LAYERS]; // [max_image_tokens, C] generation: of each merger (mt_model_see)
 } mt_vision;
 
 /* The images of a micro-batch: inputs on the device, filled by mt_vision_load, and saved values of the tower. */
 typedef struct mt_vision_batch {
     int64_t num_tokens;             // of its images on all ranks; 0: the micro-batch has no image
-    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of their tokens
+    int64_t num_patches, first_own; // P: of the images that this rank computes; the first of its own images' tokens
+    bool spread;                    // this rank's images, or those of others, are computed by another replica
+    int64_t num_packed;             // patches of the images that this rank owns; P, unless they are spread
+    int64_t *given, *taken;         // [data ranks] of each, patches that it computes for this rank, and this one for it
     int64_t *first_token;           // [ranks + 1] those of each rank of tensor_context: they stand in this order
     bool has_coordinates;           // the decoder's tokens rotate by rope_cos, rope_sin
     char *memory;                   // on the device, of the arrays to token_rows
     float *rope_cos, *rope_sin;     // [T, rotary_dim / 2] of the decoder's tokens, whose row numbers are `numbers`
     int32_t *numbers;               // [max(T, P)] 0, 1, 2 ...
     int32_t *token_of_row;          // [R] for each row of the residual stream its token among those of images, or -1
-    float *patches;                 // [P, numbers of a patch] from here on: on the stage with the embedding
+    float *patches;                 // [num_packed, numbers of a patch] from here on: on the stage with the embedding
     float *cos, *sin;               // [P, D / 2] of patches
     int32_t *taps;                  // [4, P] learned positions of a patch
     float *tap_weights;             // [4, P]
+    int64_t *patch_index;           // [P] names a patch in the whole run, for dropout
+    int64_t *token_index;           // [P / M] the mt_batch.token_index of its token
     mt_span *images, *windows;      // patches that attend to each other
     int32_t *row_of_token;          // [num_tokens] rows of the residual stream; -1: another rank has it
     mt_span *host_images, *host_windows;
@@ -22453,6 +22493,7 @@ typedef struct mt_merger_values {
 } mt_merger_values;
 
 typedef struct mt_vision_scratch {
+    void *rows;      // [R, C] fp32 residual stream: features, or the gradient of the stream, in the model's type
     void *sum;       // [P, Cv] a block's output before it is added
     void *dhidden;   // [P, Cv] gradient of the residual stream
     void *dnormed;   // [P, Cv] of a norm's output
@@ -22461,6 +22502,9 @@ typedef struct mt_vision_scratch {
     void *dfc1;      // [P, 2F], or of a merger
     void *dactive;   // [P, F], likewise
     float *row_dot;  // [P, heads]
+    // of images that are spread: patches of this rank, and for each merger features, then gradients, [P / M, C]
+    float *patches;
+    void *features[1 + MT_MAX_VISION_LAYERS];
 } mt_vision_scratch;
 
 static const float mt_vision_epsilon = 1e-6f; // of all norms of the tower
@@ -22548,9 +22592,11 @@ static char *mt_vision_owner(const mt_model *m, const mt_param *param) {
 
 /* ---- the layers of the tower */
 
-/* The pass over rows that are patches or tokens of images: [rows, any width], whole on every rank. */
+/* The pass over the patches of this rank's images, or over their tokens: [rows, any width], whole on every rank. */
 static mt_pass mt_vision_pass(const mt_pass *p, int64_t rows) {
+    const mt_vision_batch *v = mt_pass_images(p);
     mt_pass pass = *p;
+    pass.row_index = rows == v->num_patches ? v->patch_index : v->token_index;
     pass.T = pass.rows = pass.tp.T = pass.tp.rows = rows, pass.first_row = 0, pass.tp.sequence_parallel = false;
     return pass;
 }
@@ -22691,6 +22737,13 @@ static mt_activation_args mt_merger_activation(const mt_model *m, const mt_pass 
                                 .y = a->active};
 }
 
+/* Features, or with `gradient` their gradients, of the images that this rank computes. */
+static void *mt_merger_own(const mt_model *m, const mt_pass *p, int64_t i, bool gradient) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    if (v->spread) return mt_tower(m)->scratch->features[i];
+    return mt_at(gradient ? v->mergers[i].dout : v->mergers[i].out, v->first_own * m->C, m->dtype);
+}
+
 /* Features of the tokens of this rank's images from x[P, Cv]. */
 static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const void *x) {
     const mt_merger *w = &mt_tower(m)->mergers[i];
@@ -22703,8 +22756,8 @@ static void mt_merger_forward(mt_model *m, const mt_pass *p, int64_t i, const vo
     mt_norm_forward_of(m, p, &norm);
     mt_linear_forward(mt_linears(&tokens), &w->fc1, &(mt_linear_io){.x = a->norm.y, .y = a->fc1});
     m->ops->activation_forward(&activation, m->dtype, p->stream);
-    void *own = mt_at(a->out, mt_pass_images(p)->first_own * m->C, m->dtype);
-    mt_linear_forward(mt_linears(&tokens), &w->fc2, &(mt_linear_io){.x = a->active, .y = own});
+    mt_linear_io fc2 = {.x = a->active, .y = mt_merger_own(m, p, i, false)};
+    mt_linear_forward(mt_linears(&tokens), &w->fc2, &fc2);
     mt_bucket_release(m, w->bucket);
 }
 
@@ -22716,8 +22769,7 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
     mt_pass tokens = mt_vision_pass(p, p->rows / mt_tower(m)->M);
     mt_bucket_acquire(m, w->bucket);
     mt_bucket_gradients_acquire(m, w->bucket);
-    const void *own = mt_at(a->dout, mt_pass_images(p)->first_own * m->C, m->dtype);
-    mt_linear_io fc2 = {.x = a->active, .dy = own, .dx = s->dactive};
+    mt_linear_io fc2 = {.x = a->active, .dy = mt_merger_own(m, p, i, true), .dx = s->dactive};
     mt_linear_backward(mt_linears(&tokens), &w->fc2, &fc2, MT_BACKWARD_BOTH);
     mt_activation_args activation = mt_merger_activation(m, &tokens, a);
     activation.dy = s->dactive, activation.dx = s->dfc1;
@@ -22735,15 +22787,18 @@ static void mt_merger_backward(mt_model *m, const mt_pass *p, int64_t i, const v
 static void mt_vision_add(const mt_model *m, const mt_pass *p, int64_t layer, void *x) {
     const mt_vision_batch *v = mt_pass_images(p);
     mt_combine_args rows = {.T = p->rows, .n = 1, .C = m->C, .position = v->token_of_row};
+    bool wide = mt_residual_is_wide(m);
     rows.in = p->decode ? mt_tower(m)->features[layer + 1] : v->mergers[layer + 1].out;
-    rows.base = rows.out = x;
+    rows.base = wide ? NULL : x, rows.out = wide ? mt_tower(m)->scratch->rows : x;
     m->ops->combine_rows(&rows, m->dtype, p->stream);
+    if (wide) mt_residual_add(m, p, x, x, rows.out);
 }
 
 /* The gradient of these features from dx[R, C]; zeros for tokens of other ranks. */
 static void mt_vision_take(const mt_model *m, const mt_pass *p, int64_t layer, const void *dx) {
     const mt_vision_batch *v = mt_pass_images(p);
-    mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token, .from = dx};
+    mt_row_args rows = {.T = v->num_tokens, .width = m->C, .index = v->row_of_token};
+    rows.from = mt_residual_round(m, p, mt_tower(m)->scratch->rows, dx);
     rows.to = v->mergers[layer + 1].dout;
     m->ops->gather_rows(&rows, m->dtype, p->stream);
 }
@@ -22758,7 +22813,8 @@ static void mt_vision_input_forward(mt_model *m, const mt_pass *p, void *out) {
     mt_vision_scratch *s = mt_tower(m)->scratch;
     int64_t P = p->rows, C = mt_tower(m)->C;
     mt_bucket_acquire(m, w->bucket);
-    m->ops->convert(v->x, m->dtype, v->patches, MT_F32, P * mt_patch_values(m->options), p->stream);
+    const float *patches = v->spread ? s->patches : v->patches;
+    m->ops->convert(v->x, m->dtype, patches, MT_F32, P * mt_patch_values(m->options), p->stream);
     mt_linear_forward(mt_linears(p), &w->patch, &(mt_linear_io){.x = v->x, .y = out});
     for (int i = 0; i < MT_VISION_TAPS && w->positions.w; i++) {
         m->ops->gather_rows(&(mt_row_args){P, C, v->taps + i * P, .from = w->positions.w, .to = s->sum}, m->dtype,
@@ -22867,8 +22923,40 @@ static void mt_vision_reduce_gradients(mt_model *m, const mt_pass *p) {
         }
 }
 
+/* Sends rows of `width` elements for each M patches to the replicas that compute this rank's images, and receives those
+ * of the images that it computes for them; `back`: the other way. M is 1 for the patches themselves. */
+static void mt_vision_exchange(mt_model *m, const mt_pass *p, void *to, const void *from, int64_t width, int64_t M,
+                               mt_dtype dtype, bool back) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    const mt_group *data = &m->grid->data;
+    int64_t *counts = mt_tower(m)->counts, *in = counts, *out = counts + data->size;
+    for (int r = 0; r < data->size; r++) in[r] = v->given[r] / M * width, out[r] = v->taken[r] / M * width;
+    if (back)
+        m->ops->all_to_all_v(to, in, from, out, dtype, data, p->stream);
+    else
+        m->ops->all_to_all_v(to, out, from, in, dtype, data, p->stream);
+}
+
+/* Features of the images that this rank owns, from the replicas that computed them; `gradient`: their gradients to
+ * these. */
+static void mt_vision_exchange_features(mt_model *m, const mt_pass *p, bool gradient) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    for (int64_t i = 0; i < mt_tower(m)->num_mergers; i++) {
+        void *computed = mt_tower(m)->scratch->features[i];
+        void *owned = gradient ? v->mergers[i].dout : v->mergers[i].out;
+        owned = mt_at(owned, v->first_own * m->C, m->dtype);
+        mt_vision_exchange(m, p, gradient ? computed : owned, gradient ? owned : computed, m->C, mt_tower(m)->M,
+                           m->dtype, !gradient);
+    }
+}
+
 static void mt_vision_forward(mt_model *m, const mt_pass *p) {
+    const mt_vision_batch *v = mt_pass_images(p);
+    if (v->spread)
+        mt_vision_exchange(m, p, mt_tower(m)->scratch->patches, v->patches, mt_patch_values(m->options), 1, MT_F32,
+                           false);
     mt_vision_compute(m, p);
+    if (v->spread) mt_vision_exchange_features(m, p, false);
     if (mt_has_images(p)) mt_vision_gather_features(m, p);
 }
 
@@ -22905,6 +22993,7 @@ static void mt_vision_backward(mt_model *m, const mt_pass *p) {
     bool input = mt_bucket_trained(m, t->input.bucket) >= 0;
     bool runs = v->num_patches > 0 && any;
     if (mt_has_images(p) && any) mt_vision_reduce_gradients(m, p);
+    if (v->spread && any) mt_vision_exchange_features(m, p, true);
     for (int64_t i = t->num_layers; i >= 0; i--) {
         int64_t merger = i == t->num_layers ? 0 : -1;
         if (merger == 0 && runs) mt_merger_backward(m, &patches, 0, v->hidden[i], dhidden, true);
@@ -22943,18 +23032,19 @@ static bool mt_vision_rotation(const mt_model *m, const mt_pass *p, int64_t firs
 }
 
 /* Assigns the arrays of images beside T tokens; on the stage with the embedding also those of the tower, for P patches
- * on this rank and image tokens on all. */
+ * that this rank computes, v->num_packed that it owns, and image tokens on all. */
 static void mt_vision_block_at(const mt_model *m, mt_vision_batch *v, mt_arena *arena, int64_t T, int64_t P,
                                int64_t tokens, bool tower) {
     int64_t half = m->rotary_dim / 2;
     v->rope_cos = mt_arena_alloc(arena, T * half * 4), v->rope_sin = mt_arena_alloc(arena, T * half * 4);
     v->numbers = mt_arena_alloc(arena, mt_max(T, P) * 4), v->token_of_row = mt_arena_alloc(arena, T * 4);
     if (!tower) return;
-    v->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
+    v->patches = mt_arena_alloc(arena, v->num_packed * mt_patch_values(m->options) * 4);
     v->cos = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4),
     v->sin = mt_arena_alloc(arena, P * mt_tower(m)->D / 2 * 4);
     v->taps = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
     v->tap_weights = mt_arena_alloc(arena, MT_VISION_TAPS * P * 4);
+    v->patch_index = mt_arena_alloc(arena, P * 8), v->token_index = mt_arena_alloc(arena, P / mt_tower(m)->M * 8);
     v->images = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->windows = mt_arena_alloc(arena, P / mt_tower(m)->M * (int64_t)sizeof(mt_span));
     v->row_of_token = mt_arena_alloc(arena, tokens * 4);
@@ -23012,14 +23102,12 @@ static void mt_vision_tap(const mt_options *o, const mt_image_grid *grid, int64_
     }
 }
 
-/* The patches of token (row, column) of an image, which become patches [to, to + M) of the tower. */
-static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t row,
-                                 int64_t column, int64_t to, const mt_vision_batch *host) {
+/* Positions of the patches of token (row, column) of an image, which become patches [to, to + M) of the tower. */
+static void mt_vision_token_place(const mt_model *m, const mt_image_grid *grid, int64_t row, int64_t column, int64_t to,
+                                  const mt_vision_batch *host) {
     const mt_options *o = m->options;
-    int64_t side = o->vision.spatial_merge_size, M = mt_tower(m)->M, D = mt_tower(m)->D, values = mt_patch_values(o);
-    int64_t from = (row * (grid->width / side) + column) * M;
-    memcpy(host->patches + to * values, patches + from * values, (size_t)(M * values) * 4);
-    for (int64_t k = 0; k < M; k++) {
+    int64_t side = o->vision.spatial_merge_size, D = mt_tower(m)->D;
+    for (int64_t k = 0; k < mt_tower(m)->M; k++) {
         int64_t at[2] = {row * side + k / side, column * side + k % side}, patch = to + k;
         for (int64_t i = 0; i < D / 2; i++) { // the first half of the pairs rotate by the row
             double frequency = pow(10000, -(double)(i % (D / 4)) / (double)(D / 4));
@@ -23031,25 +23119,59 @@ static void mt_vision_token_load(const mt_model *m, const mt_image_grid *grid, c
     }
 }
 
-/* The rows of an image's tokens, from `token` on, and its patches, unless they are NULL: another rank computes it. Both
- * in the order of windows where the tower has them; rows: in the order of the image. */
-static void mt_vision_image_load(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
-                                 const int32_t *rows, mt_vision_batch *v, const mt_vision_batch *host) {
-    const mt_vision_options *o = &m->options->vision;
+/* The order in which the tower has an image's tokens, window by window where it has windows: order[tokens], each as
+ * row * width + column. lengths: tokens of each window. Returns the number of windows. */
+static int64_t mt_vision_order(const mt_options *options, const mt_image_grid *grid, int32_t *order, int64_t *lengths) {
+    const mt_vision_options *o = &options->vision;
     int64_t height = grid->height / o->spatial_merge_size, width = grid->width / o->spatial_merge_size;
-    int64_t M = mt_tower(m)->M, tall = height, wide = width, first = (token - v->first_own) * M, to = first;
+    int64_t tall = height, wide = width, windows = 0;
     if (o->tower == MT_VISION_QWEN2_5) tall = wide = mt_max(o->window_size / o->patch_size / o->spatial_merge_size, 1);
     for (int64_t top = 0; top < height; top += tall)
         for (int64_t left = 0; left < width; left += wide) {
-            int64_t begin = to, bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
+            int64_t bottom = mt_min(top + tall, height), right = mt_min(left + wide, width);
             for (int64_t row = top; row < bottom; row++)
-                for (int64_t column = left; column < right; column++, to += M) {
-                    host->row_of_token[token++] = rows[row * width + column];
-                    if (patches) mt_vision_token_load(m, grid, patches, row, column, to, host);
-                }
-            if (patches) v->host_windows[v->num_windows++] = (mt_span){begin, to - begin, begin, to - begin, false};
+                for (int64_t column = left; column < right; column++) *order++ = (int32_t)(row * width + column);
+            lengths[windows++] = (bottom - top) * (right - left);
         }
-    if (patches) v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    return windows;
+}
+
+/* Spans, positions and indices of the next image that this rank computes, from patch `to` on; index: the token_index of
+ * its first token. Returns the next patch. */
+static int64_t mt_vision_image_place(const mt_model *m, const mt_image_grid *grid, int64_t index, int64_t to,
+                                     mt_vision_batch *v, const mt_vision_batch *host) {
+    int64_t width = grid->width / m->options->vision.spatial_merge_size, M = mt_tower(m)->M;
+    int64_t tokens = grid->height * grid->width / M, first = to;
+    int32_t *order = mt_malloc(tokens * 4);
+    int64_t *lengths = mt_malloc(tokens * 8), windows = mt_vision_order(m->options, grid, order, lengths);
+    for (int64_t k = 0; k < tokens; k++) {
+        mt_vision_token_place(m, grid, order[k] / width, order[k] % width, first + k * M, host);
+        host->token_index[first / M + k] = index + order[k];
+        for (int64_t i = 0; i < M; i++) host->patch_index[first + k * M + i] = (index + order[k]) * M + i;
+    }
+    for (int64_t w = 0; w < windows; to += lengths[w++] * M)
+        v->host_windows[v->num_windows++] = (mt_span){to, lengths[w] * M, to, lengths[w] * M, false};
+    v->host_images[v->num_images++] = (mt_span){first, to - first, first, to - first, false};
+    free(order);
+    free(lengths);
+    return to;
+}
+
+/* The rows of an image's tokens, from `token` on, in the tower's order; rows: in that of the image. With patches also
+ * these, if this rank owns the image, from row `packed` of the host's on. */
+static void mt_vision_image_pack(const mt_model *m, const mt_image_grid *grid, const float *patches, int64_t token,
+                                 const int32_t *rows, int64_t packed, const mt_vision_batch *host) {
+    int64_t M = mt_tower(m)->M, tokens = grid->height * grid->width / M, values = M * mt_patch_values(m->options);
+    int32_t *order = mt_malloc(tokens * 4);
+    int64_t *lengths = mt_malloc(tokens * 8);
+    mt_vision_order(m->options, grid, order, lengths);
+    for (int64_t k = 0; k < tokens; k++) {
+        host->row_of_token[token + k] = rows[order[k]];
+        if (patches)
+            memcpy(host->patches + packed / M * values + k * values, patches + order[k] * values, (size_t)values * 4);
+    }
+    free(order);
+    free(lengths);
 }
 
 /* An image and its number of patches. */
@@ -23078,34 +23200,166 @@ void mt_images_divide(int32_t *owner, const mt_image_grid *grids, int64_t num_im
     free(sizes);
 }
 
-/* Divides the images of a micro-batch among the ranks that share it: owner[num_images], and the tokens of each rank. */
-static void mt_vision_divide(const mt_model *m, const mt_image_batch *images, int32_t *owner, mt_vision_batch *v) {
-    const mt_group *group = &m->grid->tensor_context;
-    mt_images_divide(owner, images->grids, images->num_images, group->size);
-    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
-    for (int64_t i = 0; i < images->num_images; i++)
-        v->first_token[owner[i] + 1] += images->grids[i].height * images->grids[i].width / mt_tower(m)->M;
-    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
-    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
-    v->num_patches = (v->first_token[group->rank + 1] - v->first_own) * mt_tower(m)->M;
+/* The images of the micro-batches that all data-parallel ranks load at once; without training those of this rank. */
+typedef struct mt_image_share {
+    int64_t first;        // of this rank's images, the first below
+    int64_t count;        // of all ranks, in the order of the ranks
+    mt_image_grid *grids; // [count]
+    int64_t *indices;     // [count] the mt_batch.token_index of the first token
+    int32_t *replica;     // [count] the data-parallel rank whose micro-batch has the image
+    int32_t *owner;       // [count] its rank in tensor_context
+    int32_t *computes;    // [count] the data-parallel rank that computes it; its own unless images are spread
+} mt_image_share;
+
+static void mt_image_share_alloc(mt_image_share *a, int64_t count) {
+    a->count = count;
+    a->grids = mt_malloc(count * (int64_t)sizeof *a->grids);
+    a->indices = mt_malloc(count * 8);
+    a->replica = mt_malloc(3 * count * 4);
+    a->owner = a->replica + count, a->computes = a->owner + count;
 }
 
-/* The rows of all image tokens, and the patches of this rank's images. rows: of the images' tokens, in order; owner: of
- * the images. Each token has its row on one rank: with sequence parallelism, of all that share the micro-batch. */
+static void mt_image_share_free(mt_image_share *a) {
+    free(a->grids);
+    free(a->indices);
+    free(a->replica);
+}
+
+/* Writes the grids of a micro-batch's images and the indices of their first tokens to image `k` and those behind it. */
+static void mt_image_share_fill(const mt_model *m, mt_image_share *a, const mt_batch *batch, int64_t k) {
+    const mt_image_grid *grid = batch->images.grids, *end = grid + batch->images.num_images;
+    for (int64_t t = 0; grid < end; t++) {
+        if (batch->tokens[t] != m->options->vision.image_token_id) continue;
+        a->grids[k] = *grid, a->indices[k++] = batch->token_index[t];
+        t += grid->height * grid->width / mt_tower(m)->M - 1, grid++;
+    }
+}
+
+/* Gathers the images of all data-parallel ranks, on the host. */
+static void mt_image_share_gather(const mt_model *m, mt_image_share *a, const mt_batch *batch) {
+    const mt_group *data = &m->grid->data;
+    int64_t *counts = mt_malloc(data->size * 8), own = batch->images.num_images, most = 0, all = 0;
+    mt_cpu_exchange_all("all_gather", (char *)counts, (const char *)&own, 0, 8, data);
+    for (int r = 0; r < data->size; r++) most = mt_max(most, counts[r]), all += counts[r];
+    mt_image_share rows; // [data ranks + 1, most], the last of them this rank's
+    mt_image_share_alloc(&rows, (data->size + 1) * most);
+    mt_image_share_alloc(a, all);
+    mt_image_share_fill(m, &rows, batch, data->size * most);
+    mt_cpu_exchange_all("all_gather", (char *)rows.grids, (const char *)(rows.grids + data->size * most), 0,
+                        most * (int64_t)sizeof *rows.grids, data);
+    mt_cpu_exchange_all("all_gather", (char *)rows.indices, (const char *)(rows.indices + data->size * most), 0,
+                        most * 8, data);
+    for (int64_t r = 0, k = 0; r < data->size; r++) {
+        if (r == data->rank) a->first = k;
+        for (int64_t i = 0; i < counts[r]; i++, k++)
+            a->grids[k] = rows.grids[r * most + i], a->indices[k] = rows.indices[r * most + i],
+            a->replica[k] = (int32_t)r;
+    }
+    mt_image_share_free(&rows);
+    free(counts);
+}
+
+/* Each rank computes images of its own replica: owners as of mt_images_divide. Returns the most patches of a rank. */
+static int64_t mt_images_keep(mt_image_share *a, int64_t ranks) {
+    int64_t *load = mt_malloc(ranks * 8), most = 0;
+    for (int64_t first = 0, end; first < a->count; first = end) {
+        for (end = first; end < a->count && a->replica[end] == a->replica[first];) end++;
+        mt_images_divide(a->owner + first, a->grids + first, end - first, ranks);
+        memset(load, 0, (size_t)ranks * 8);
+        for (int64_t i = first; i < end; i++) {
+            load[a->owner[i]] += a->grids[i].height * a->grids[i].width, a->computes[i] = a->replica[i];
+            most = mt_max(most, load[a->owner[i]]);
+        }
+    }
+    free(load);
+    return most;
+}
+
+/* Spreads the images over the ranks of all replicas, if then the most patches of a rank are fewer: from the largest on,
+ * each goes to the rank with the fewest patches so far; of several to one of its own replica. Returns true if any image
+ * is computed by another replica. */
+static bool mt_images_spread(mt_image_share *a, int64_t ranks, int64_t replicas) {
+    int64_t kept = mt_images_keep(a, ranks), most = 0;
+    mt_sized_image *sizes = mt_malloc(a->count * (int64_t)sizeof *sizes);
+    int64_t *load = mt_calloc(ranks * replicas * 8);
+    int32_t *chosen = mt_malloc(a->count * 4);
+    for (int64_t i = 0; i < a->count; i++) sizes[i] = (mt_sized_image){a->grids[i].height * a->grids[i].width, i};
+    if (a->count > 0) qsort(sizes, (size_t)a->count, sizeof *sizes, mt_sized_image_compare);
+    for (int64_t i = 0; i < a->count; i++) {
+        int64_t home = a->replica[sizes[i].image] * ranks, least = home;
+        for (int64_t k = 1; k < ranks * replicas; k++) {
+            int64_t rank = (home + k) % (ranks * replicas);
+            if (load[rank] < load[least]) least = rank;
+        }
+        load[least] += sizes[i].patches, most = mt_max(most, load[least]);
+        chosen[sizes[i].image] = (int32_t)least;
+    }
+    bool spread = false;
+    for (int64_t i = 0; i < a->count && most < kept; i++) {
+        a->owner[i] = (int32_t)(chosen[i] % ranks), a->computes[i] = (int32_t)(chosen[i] / ranks);
+        spread |= a->computes[i] != a->replica[i];
+    }
+    free(chosen);
+    free(load);
+    free(sizes);
+    return spread;
+}
+
+/* Divides the images of a micro-batch among the ranks that share it, and in training among all replicas. */
+static void mt_vision_divide(const mt_model *m, const mt_batch *batch, bool training, mt_image_share *a,
+                             mt_vision_batch *v) {
+    const mt_group *group = &m->grid->tensor_context, *data = &m->grid->data;
+    bool gathers = training && v->given && !m->ops->is_imagined;
+    *a = (mt_image_share){.first = 0};
+    if (gathers) {
+        mt_image_share_gather(m, a, batch);
+        v->spread = mt_images_spread(a, group->size, data->size);
+    } else {
+        mt_image_share_alloc(a, batch->images.num_images);
+        mt_image_share_fill(m, a, batch, 0);
+        for (int64_t i = 0; i < a->count; i++) a->replica[i] = data->rank;
+        mt_images_keep(a, group->size);
+    }
+    memset(v->first_token, 0, (size_t)(group->size + 1) * 8);
+    for (int r = 0; gathers && r < data->size; r++) v->given[r] = v->taken[r] = 0;
+    for (int64_t i = 0; i < a->count; i++) {
+        int64_t patches = a->grids[i].height * a->grids[i].width;
+        bool own = a->replica[i] == data->rank, here = a->owner[i] == group->rank;
+        if (own) v->first_token[a->owner[i] + 1] += patches / mt_tower(m)->M;
+        if (own && here) v->num_packed += patches;
+        if (a->computes[i] == data->rank && here) v->num_patches += patches;
+        if (gathers && own && here) v->given[a->computes[i]] += patches;
+        if (gathers && a->computes[i] == data->rank && here) v->taken[a->replica[i]] += patches;
+    }
+    for (int rank = 0; rank < group->size; rank++) v->first_token[rank + 1] += v->first_token[rank];
+    v->num_tokens = v->first_token[group->size], v->first_own = v->first_token[group->rank];
+}
+
+/* The rows of all image tokens, the patches of the images that this rank owns, and the positions in all that it
+ * computes. rows: of the tokens of its replica's images, in order. Each token has its row on one rank: with sequence
+ * parallelism, of all that share the micro-batch. An owner's images stand in the order of the replicas that compute
+ * them, and a rank computes those of its own and of other replicas in the order of these. */
 static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, const mt_image_batch *images,
-                                  const int32_t *owner, const int32_t *rows, const mt_vision_batch *host) {
-    const mt_group *group = &m->grid->tensor_context;
+                                  const mt_image_share *a, const int32_t *rows, const mt_vision_batch *host) {
+    const mt_group *group = &m->grid->tensor_context, *data = &m->grid->data;
     mt_vision_batch *v = mb->modality;
-    int64_t *next = mt_malloc(group->size * 8), first_row = 0;
-    const float *patches = images->patches;
+    int64_t *next = mt_malloc(group->size * 8), first_row = 0, packed = 0, to = 0, M = mt_tower(m)->M;
     if (m->tp.sequence_parallel) first_row = m->grid->tensor.rank * mb->rows;
     memcpy(next, v->first_token, (size_t)group->size * 8);
-    for (int64_t i = 0; i < images->num_images; i++) {
-        const mt_image_grid *grid = &images->grids[i];
-        int64_t P = grid->height * grid->width, tokens = P / mt_tower(m)->M;
-        mt_vision_image_load(m, grid, owner[i] == group->rank ? patches : NULL, next[owner[i]], rows, v, host);
-        patches += P * mt_patch_values(m->options), rows += tokens, next[owner[i]] += tokens;
-    }
+    for (int replica = 0; replica < data->size; replica++)
+        for (int64_t i = 0, token = 0; i < images->num_images; i++) {
+            int64_t k = a->first + i, owner = a->owner[k], tokens = a->grids[k].height * a->grids[k].width / M;
+            const float *patches = images->patches + token * M * mt_patch_values(m->options);
+            if (a->computes[k] == replica) {
+                mt_vision_image_pack(m, &a->grids[k], owner == group->rank ? patches : NULL, next[owner], rows + token,
+                                     packed, host);
+                next[owner] += tokens, packed += owner == group->rank ? tokens * M : 0;
+            }
+            token += tokens;
+        }
+    for (int64_t i = 0; i < a->count; i++)
+        if (a->computes[i] == data->rank && a->owner[i] == group->rank)
+            to = mt_vision_image_place(m, &a->grids[i], a->indices[i], to, v, host);
     for (int64_t k = 0; k < v->num_tokens; k++) {
         int64_t here = host->row_of_token[k] - first_row; // a row of -1 is before all of them
         bool held = host->row_of_token[k] >= 0 && here >= 0 && here < mb->rows;
@@ -23119,19 +23373,24 @@ static void mt_vision_images_load(const mt_model *m, const mt_micro_batch *mb, c
 
 /* Fills the inputs of a micro-batch's images and enqueues their copy; image tokens among block->tokens become -1, whose
  * embedding is 0. */
-static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block) {
+static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whole, const mt_batch_block *block,
+                           bool training) {
     const mt_image_batch *images = &whole->images;
     mt_vision_batch *v = mb->modality;
     bool tower = m->stages[mb->chunk].embedding;
     int64_t T = mb->T;
-    v->num_tokens = v->num_patches = v->num_images = v->num_windows = 0;
-    v->has_coordinates = images->num_images > 0;
-    if (images->num_images == 0) return;
+    v->num_tokens = v->num_patches = v->num_packed = v->num_images = v->num_windows = 0;
+    v->has_coordinates = images->num_images > 0, v->spread = false;
+    mt_image_share share;
+    mt_vision_divide(m, whole, training && tower, &share, v);
+    if (images->num_images == 0 && v->num_patches == 0) {
+        mt_image_share_free(&share);
+        return;
+    }
     const int32_t *own_tokens = mb->context ? mt_context_own_tokens(mb->context, whole->num_tokens) : NULL;
-    int32_t *owner = mt_malloc(images->num_images * 4), *local = mt_malloc(whole->num_tokens * 4);
+    int32_t *local = mt_malloc(whole->num_tokens * 4);
     for (int64_t t = 0; t < whole->num_tokens; t++) local[t] = own_tokens ? -1 : (int32_t)t;
     for (int64_t t = 0; t < T && own_tokens; t++) local[own_tokens[t]] = (int32_t)t;
-    mt_vision_divide(m, images, owner, v);
     int64_t P = v->num_patches;
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
@@ -23139,13 +23398,13 @@ static void mt_vision_load(mt_model *m, mt_micro_batch *mb, const mt_batch *whol
     mt_vision_batch host = *v;
     mt_vision_block_at(m, &host, &on_host, T, P, v->num_tokens, tower);
     int32_t *rows = mt_malloc(v->num_tokens * 4); // of tokens in the order of the images
-    mt_vision_place(m, whole, local, rows, &host);
+    if (v->has_coordinates) mt_vision_place(m, whole, local, rows, &host);
     for (int64_t t = 0; t < mt_max(T, P); t++) host.numbers[t] = (int32_t)t;
     for (int64_t t = 0; t < T; t++) host.token_of_row[t] = -1;
     for (int64_t k = 0; k < v->num_tokens; k++)
         if (rows[k] >= 0) block->tokens[rows[k]] = -1;
-    if (tower) mt_vision_images_load(m, mb, images, owner, rows, &host);
-    free(owner);
+    if (tower) mt_vision_images_load(m, mb, images, &share, rows, &host);
+    mt_image_share_free(&share);
     free(local);
     free(rows);
     m->ops->memory_copy(v->memory, on_host.base, on_host.used, m->stream);
@@ -23156,7 +23415,7 @@ static void mt_vision_load_decode(mt_model *m, mt_micro_batch *mb, const mt_batc
     const mt_image_rows *rows = &batch->image_rows;
     mt_vision_batch *v = mb->modality;
     int64_t T = batch->num_tokens;
-    v->num_patches = v->num_tokens = 0, v->has_coordinates = rows->any;
+    v->num_patches = v->num_packed = v->num_tokens = 0, v->has_coordinates = rows->any, v->spread = false;
     if (!rows->any) return;
     MT_CHECK(m->plan.max_image_tokens > 0);
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
@@ -23184,7 +23443,8 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     while (!m->stages[chunk].embedding) chunk++;
     mt_micro_batch *mb = mt_micro_batch_find(m, chunk, -1);
     mt_vision_batch *v = mb->modality;
-    v->num_patches = P, v->num_tokens = tokens, v->first_own = v->num_images = v->num_windows = 0;
+    v->num_patches = v->num_packed = P, v->num_tokens = tokens;
+    v->first_own = v->num_images = v->num_windows = 0, v->spread = false;
     m->ops->stream_synchronize(m->stream); // until the host's block of the forward before is copied
     mt_arena on_device = {.base = v->memory, .capacity = mt_tower(m)->block_bytes};
     mt_arena on_host = {.base = mt_tower(m)->staged[m->staged], .capacity = mt_tower(m)->block_bytes};
@@ -23194,7 +23454,8 @@ void mt_model_see(mt_model *m, int64_t row, const mt_image_grid *grid, const flo
     int32_t *rows = mt_malloc(tokens * 4);
     for (int64_t t = 0; t < tokens; t++) rows[t] = (int32_t)t;
     for (int64_t t = 0; t < mt_max(tokens, P); t++) host.numbers[t] = (int32_t)t;
-    mt_vision_image_load(m, grid, patches, 0, rows, v, &host);
+    mt_vision_image_pack(m, grid, patches, 0, rows, 0, &host);
+    mt_vision_image_place(m, grid, 0, 0, v, &host);
     for (int64_t k = 0; k < tokens; k++) host.token_of_row[host.row_of_token[k]] = (int32_t)k;
     memcpy(host.images, v->host_images, (size_t)v->num_images * sizeof(mt_span));
     memcpy(host.windows, v->host_windows, (size_t)v->num_windows * sizeof(mt_span));
@@ -23306,8 +23567,8 @@ static int64_t mt_vision_workspace_bytes(const mt_model *m) {
                   m->ops->workspace_bytes(P / t->M, t->M * t->C, 1, 1));
 }
 
-static int64_t mt_vision_rows(const mt_model *m) {
-    return m->has_embedding ? m->plan.max_patches : 0;
+static int64_t mt_vision_rows(const mt_model *m, mt_role role) {
+    return m->has_embedding ? m->plan.max_patches / (role >= MT_MERGER_FC1 ? mt_tower(m)->M : 1) : 0;
 }
 
 static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
@@ -23316,6 +23577,7 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     int64_t P = m->plan.max_patches, size = mt_dtype_size(m->dtype), row = P * t->C * size;
     if (!m->has_embedding || P == 0) return;
     mt_vision_plan_values(m, t->shared, arena);
+    if (mt_residual_is_wide(m)) s->rows = mt_arena_alloc(arena, m->max_rows * m->C * size);
     s->sum = mt_arena_alloc(arena, row);
     for (int64_t i = 0; i < t->num_mergers; i++)
         mt_tower(m)->features[i] = mt_arena_alloc(arena, m->plan.max_image_tokens * m->C * size);
@@ -23325,6 +23587,9 @@ static void mt_vision_plan_scratch(mt_model *m, mt_arena *arena) {
     s->dfc1 = mt_arena_alloc(arena, P * mt_max(2 * t->F, t->C) * size);
     s->dactive = mt_arena_alloc(arena, P * mt_max(t->F, t->C) * size);
     s->row_dot = mt_arena_alloc(arena, P * (t->C / t->D) * 4);
+    if (m->grid->data.size == 1) return;
+    s->patches = mt_arena_alloc(arena, P * mt_patch_values(m->options) * 4);
+    for (int64_t i = 0; i < t->num_mergers; i++) s->features[i] = mt_arena_alloc(arena, P / t->M * m->C * size);
 }
 
 int64_t mt_model_patches(const mt_model *m) {
@@ -23337,13 +23602,14 @@ int64_t mt_model_patches(const mt_model *m) {
 static void mt_vision_open(mt_model *m) {
     const mt_vision_options *o = &m->options->vision;
     mt_arena block = {0};
-    mt_vision_batch any;
+    mt_vision_batch any = {.num_packed = m->plan.max_patches};
     mt_vision *t = m->modality_state = mt_model_calloc(m, (int64_t)sizeof *t);
     t->num_layers = o->num_layers, t->num_mergers = 1 + mt_num_deepstack(m->options);
     t->C = o->hidden_size, t->D = o->hidden_size / o->num_attention_heads, t->F = o->ffn_hidden_size;
     t->M = mt_patches_of_token(m->options);
     t->shared = mt_model_calloc(m, (int64_t)sizeof *t->shared);
     t->scratch = mt_model_calloc(m, (int64_t)sizeof *t->scratch);
+    t->counts = mt_model_calloc(m, 2 * m->grid->data.size * 8);
     int64_t P = m->plan.max_patches;
     if (P > 0) mt_vision_block_at(m, &any, &block, m->plan.max_tokens, P, P / t->M, true);
     t->block_bytes = block.used;
@@ -23371,6 +23637,8 @@ static void mt_vision_open_batch(mt_model *m, mt_micro_batch *mb) {
     if (keeps) v->layers = mt_model_calloc(m, t->num_layers * (int64_t)sizeof *v->layers);
     v->host_images = mt_model_calloc(m, 2 * tokens * (int64_t)sizeof *v->host_images);
     v->host_windows = v->host_images + tokens;
+    if (!m->plan.train || m->grid->data.size == 1 || tokens == 0) return;
+    v->given = mt_model_calloc(m, 2 * m->grid->data.size * 8), v->taken = v->given + m->grid->data.size;
 }
 
 /* Rules that name no other option than those of the tower. */
@@ -23442,9 +23710,6 @@ int mt_vision_check(const mt_options *o, mt_error *error) {
          "--mtp-num-layers %lld: modules of multi-token prediction do not know images so far; set it to 0, or load the "
          "decoder by --language-model-only",
          {o->mtp_num_layers}},
-        {.broken = o->fp32_residual_connection,
-         .message = "--fp32-residual-connection: a model with a vision tower has one type of activations so far; leave "
-                    "it out, or load the decoder by --language-model-only"},
     };
     return MT_CHECK_CONSTRAINTS(rules, error);
 }

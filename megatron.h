@@ -3492,6 +3492,7 @@ typedef struct mt_param {
     bool hf_is_column;   // the tensor of a vector is [1, 1, rows, 1]
     int64_t hf_cols[4];  // the tensor is [rows, these]: of a convolution over patches; 0: [rows, cols]
     bool hf_transposed;  // GPT-2 stores linear weights [in, out]
+    bool hf_either;      // stacked matrices that files store [in, out], as hf_transposed says, or [out, in]
     bool hf_moved;       // Qwen2.5-VL: transformers' module has another name than its tensor: mt_param_module
     int64_t hf_stack;  // experts in that tensor, each with as many rows, as in gpt-oss; 0: it is of one expert, or none
     int64_t hf_stride; // rows of that tensor from a row of the parameter to its next one: 2 for gpt-oss's gate and up

@@ -52,15 +52,18 @@ __attribute__((unused)) static void train_five_steps(const char *name, const mt_
 
 /* Adds the squared distance of one parameter's gradient from the reference, and the squared norm of the reference. */
 __attribute__((unused)) static void add_gradient_error(const fixture *f, const mt_param *param, const float *grads,
-                                                       const float *expected, double *distance, double *norm) {
+                                                       const mt_tensor_info *reference, double *distance,
+                                                       double *norm) {
     int64_t bytes = param->rows_stored * param->cols * 4;
-    mt_placement place = mt_param_placement(param, MT_STATE_WEIGHTS);
+    mt_placement place = mt_tensor_placement(param, MT_STATE_WEIGHTS, reference);
+    const float *expected = (const float *)reference->data + place.slice * (reference->bytes / 4 / place.slices);
     float *grad = mt_malloc(bytes); // the bucket may be on a GPU
     mt_model_ops(f->model)->memory_copy(grad, grads + param->offset, bytes, mt_model_stream(f->model));
     mt_model_ops(f->model)->stream_synchronize(mt_model_stream(f->model));
     for (int64_t row = 0; row < param->rows_stored; row++)
         for (int64_t col = 0; col < param->cols; col++) {
-            double e = expected[mt_placement_row(&place, row) * place.width + col];
+            int64_t line = mt_placement_row(&place, row);
+            double e = expected[place.transposed ? col * place.width + line : line * place.width + col];
             double d = (double)grad[row * param->cols + col] / (double)f->num_labels - e;
             *distance += d * d, *norm += e * e;
         }

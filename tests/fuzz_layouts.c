@@ -15,12 +15,13 @@
  * rounding can grow to, and that its first step does not have.
  *
  * One of eight configurations is reinforcement learning. A token that rounding draws otherwise is a tie, too. One of
- * ten others is an encoder-decoder.
+ * ten others is an encoder-decoder, and one of twelve of the rest a model of tests/golden/vision, which learns from
+ * conversations with pictures of tests/golden/images.
  *
  * MT_BIN is the folder of train; FUZZ_TIMEOUT: the seconds of one run (60); a run that did not end is tried once more
  * with five times as many. FUZZ_DEVICE is train's --device (cpu), FUZZ_RANKS the most ranks of a layout (8): on GPUs as
- * many as there are GPUs. FUZZ_STAGE rl draws reinforcement learning alone, pt none of it, t5
- * encoder-decoders alone.
+ * many as there are GPUs. FUZZ_STAGE rl draws reinforcement learning alone, pt none of it, t5 encoder-decoders alone,
+ * vl models with pictures alone.
  */
 #include "../data/base/file.h"
 #include "../data/options/option_table.h"
@@ -294,6 +295,29 @@ static const row t5_rows[] = {
     {20, "", "", "--eval-interval 2 --eval-iters 2"},
 };
 
+/* Of a model with a vision tower, in place of model_rows. The first row is the model: its file has the other sizes.
+ * Gradients of the small gated delta nets are steep, so that rounding grows more with larger steps. */
+#define TOWER "--load vl/"
+static const row vl_rows[] = {
+    {100, "", "",
+     TOWER "qwen2_5_vl;" TOWER "qwen3_vl;" TOWER "qwen3_5_vl --lr 1e-4;" TOWER "qwen3_vl_moe --num-experts 4;" TOWER
+           "qwen3_5_moe --num-experts 4 --lr 1e-4"},
+    {15, "", "qwen3_5", "--bf16"},
+    {10, "", "qwen3_5", "--fp8-format hybrid;--fp8-format e4m3 --fp8-recipe blockwise"},
+    {100, "--fp8-format", "", "--lr 3e-4"},
+    {100, "--bf16", "--lr", "--lr 3e-4"},
+    {100, "", "--lr", "--lr 2e-3"},
+    {30, "--bf16", "", "--fp32-residual-connection"},
+    {100, "", "", "--micro-batch-size 1;--micro-batch-size 1;--micro-batch-size 2"},
+    {100, "", "",
+     "--seq-length 112;--variable-seq-lengths --seq-length 112;--sequence-packing --seq-length 128;--sequence-packing "
+     "--variable-seq-lengths --seq-length 128"},
+    {30, "", "", "--freeze-vision;--freeze-projector;--freeze-vision --freeze-projector"},
+    {25, "", "--freeze&--fp8-format&" EXPERTS,
+     "--lora-rank 2 --lora-target all-linear;--lora-rank 3 --lora-target all-linear --lora-dropout 0.2"},
+    {20, "", "", "--clip-grad 0.1;--clip-grad 0"},
+};
+
 /* Of reinforcement learning, drawn apart from the others and before them, so that their draws do not depend on it. It
  * runs in fp32 alone: tokens that are drawn by rounding are few there. Ranks of tokens by covariance, for kl_cov and
  * clip_cov, are ties more often: all tokens are chosen from. So is the sign of kl_cov's |log r|, whose weight is small.
@@ -456,9 +480,12 @@ static const char always[] = "--make-vocab-size-divisible-by 16 --weight-decay 0
 static const char of_rl[] =
     "--stage rl --tokenizer-type ByteLevel --chat-template plain --data-path " PROMPTS " --max-new-tokens 5";
 
+/* Models with a vision tower, and their conversations. */
+static const char of_vl[] = "--sft --train-data-path vl/lines.jsonl";
+
 static const char *device = "cpu";
 static int most_ranks = 8;
-static const char *stage = ""; // "rl": of all configurations; "pt": of none; "t5": all are encoder-decoders
+static const char *stage = ""; // "rl": of all configurations; "pt": of none; "t5", "vl": all are such models
 
 /* ---- configurations ---------------------------------------------------------------------------------------------- */
 
@@ -610,8 +637,10 @@ static void words_of(command *to, const config *c, part part, const char *furthe
     char texts[LINE], ramp[200], *rest = NULL;
     int unit = c->batch_unit, units = c->batches;
     texts_of(c, part, texts);
-    bool learns = take_mark(texts, " " RL);
+    bool learns = take_mark(texts, " " RL), sees = strstr(texts, TOWER) != NULL;
     take_mark(texts, " ONCE");
+    char *loads = strstr(further, "--load") ? strstr(texts, TOWER) : NULL; // a checkpoint in place of the model
+    if (loads) memset(loads, ' ', strcspn(loads + strlen(TOWER), " ") + strlen(TOWER));
     char *at = strstr(texts, " RAMP");
     snprintf(ramp, sizeof ramp, "--rampup-batch-size %d %d %d --train-samples %d", unit, unit, 3 * unit, 10 * unit);
     if (at) memset(at, ' ', strlen(" RAMP"));
@@ -629,8 +658,11 @@ static void words_of(command *to, const config *c, part part, const char *furthe
                                            number_of(texts, "--pipeline-model-parallel-size", 1) *
                                            number_of(texts, "--context-parallel-size", 1) +
                                        number_of(texts, "--rollout-ranks", 0)};
-    int length = snprintf(to->text, LINE, "--device %s %s %s %s --global-batch-size %d%s %s", device,
-                          learns ? of_rl : "--mock-data", always, ramp, unit * units, texts, further);
+    int length = snprintf(to->text, LINE, "--device %s %s%s %s %s --global-batch-size %d%s %s", device,
+                          learns ? of_rl
+                          : sees ? of_vl
+                                 : "--mock-data",
+                          sees && !loads ? " --finetune" : "", always, ramp, unit * units, texts, further);
     MT_CHECK(length < LINE);
     memcpy(to->copy, to->text, LINE);
     for (char *word = strtok_r(to->copy, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
@@ -670,11 +702,13 @@ static bool options_fit(const config *c, part part, mt_error *error) {
 /* Configuration `number`; of its layouts the first of several that fit the model. */
 static config draw_config(uint64_t seed, int64_t number) {
     enum { TRIES = 10 };
-    random_words random = {.seed = seed, .number = (uint64_t)number}, of_rl = random, of_t5 = random;
-    of_rl.count = UINT64_C(1) << 32, of_t5.count = UINT64_C(1) << 33;
+    random_words random = {.seed = seed, .number = (uint64_t)number}, of_rl = random, of_t5 = random, of_tower = random;
+    of_rl.count = UINT64_C(1) << 32, of_t5.count = UINT64_C(1) << 33, of_tower.count = UINT64_C(1) << 34;
     bool learns = draw_below(&of_rl, 100) < 12, maps = draw_below(&of_t5, 10) == 0 && !learns;
-    if (*stage) learns = strcmp(stage, "rl") == 0, maps = strcmp(stage, "t5") == 0;
+    bool sees = draw_below(&of_tower, 12) == 0 && !learns && !maps;
+    if (*stage) learns = strcmp(stage, "rl") == 0, maps = strcmp(stage, "t5") == 0, sees = strcmp(stage, "vl") == 0;
     config model = {.data = {1, 1}}, c;
+    char text[LINE];
     mt_error unused;
     model.resumes = draw_below(&random, 10) < 6;
     if (learns) add_item(&model, ALL, NULL, RL, strlen(RL));
@@ -682,9 +716,13 @@ static config draw_config(uint64_t seed, int64_t number) {
     draw_rows(&model, &of_rl, ALL, rl_rows, sizeof rl_rows / sizeof *rl_rows);
     if (maps)
         draw_rows(&model, &of_t5, ALL, t5_rows, sizeof t5_rows / sizeof *t5_rows);
+    else if (sees)
+        draw_rows(&model, &of_tower, ALL, vl_rows, sizeof vl_rows / sizeof *vl_rows);
     else
         draw_rows(&model, &random, ALL, model_rows, sizeof model_rows / sizeof *model_rows);
     draw_rows(&model, &of_rl, ALL, rl_model_rows, sizeof rl_model_rows / sizeof *rl_model_rows);
+    texts_of(&model, ONE_RANK, text);
+    if (strstr(text, "--lora-rank")) model.resumes = false; // a checkpoint holds the adapter alone
     for (int i = 0; i < TRIES; i++) {
         c = model;
         draw_layouts(&c, &random, &of_rl);
@@ -1005,6 +1043,41 @@ static void write_prompts(void) {
                         "done\n");
 }
 
+/* Conversations with no picture to three, of unlike sizes. */
+static void write_conversations(const char *golden) {
+    static const char *const pictures[] = {"square", "wide", "gray", "large", "alpha", "palette", "small"};
+    static char text[1 << 17];
+    char *end = text;
+    for (int i = 0; i < 30; i++) {
+        int count = i * i % 4;
+        end += sprintf(end, "{\"messages\": [{\"role\": \"user\", \"content\": \"No %d: ", i);
+        for (int k = 0; k < count; k++) end += sprintf(end, "<image> ");
+        end += sprintf(end, "?\"}, {\"role\": \"assistant\", \"content\": \"A %.*s.\"}], \"images\": [", 1 + i % 7,
+                       "squares");
+        for (int k = 0; k < count; k++)
+            end += sprintf(end, "%s\"%s/images/%s.png\"", k ? ", " : "", golden, pictures[(3 * i + 2 * k) % 7]);
+        end += sprintf(end, "]}\n");
+    }
+    write_file("vl/lines.jsonl", text);
+}
+
+/* The models of tests/golden/vision as folders of `vl`, with a tokenizer; relative paths end at chdir. */
+static void write_towers(const char *golden) {
+    static const char *const models[] = {"qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "qwen3_vl_moe", "qwen3_5_moe"};
+    char command[8192];
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        snprintf(command, sizeof command,
+                 "mkdir -p vl/%s && cp '%s/vision/%s/config.json' '%s/vision/%s/model.safetensors' "
+                 "'%s/vision/sft/'tokenizer*.json '%s/vision/sft/chat_template.jinja' vl/%s",
+                 models[i], golden, models[i], golden, models[i], golden, golden, models[i]);
+        if (system(command) != 0) mt_die("%s: not to be copied; start this program in the project's folder", golden);
+        snprintf(command, sizeof command, "vl/%s/preprocessor_config.json", models[i]);
+        write_file(command, "{\"patch_size\": 4, \"merge_size\": 2, \"temporal_patch_size\": 2, \"size\": "
+                            "{\"shortest_edge\": 256, \"longest_edge\": 1024}}");
+    }
+    write_conversations(golden);
+}
+
 /* Finds train and what mpirun is, and enters an empty folder, in memory if possible. */
 static void prepare(void) {
     const char *bin = getenv("MT_BIN"), *limit = getenv("FUZZ_TIMEOUT");
@@ -1024,8 +1097,12 @@ static void prepare(void) {
                                   "OMPI_MCA_mpi_yield_when_idle=1", "OMPI_MCA_btl_vader_single_copy_mechanism=none",
                                   "OMP_NUM_THREADS=1"};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) putenv(settings[i]);
+    char *golden = realpath("tests/golden", NULL);
+    if (!golden || strlen(golden) > 1000) mt_die("tests/golden: not found; start this program in the project's folder");
     if (make_root(NULL) != 0 || chdir(root) != 0) mt_die("%s: %s", root, strerror(errno));
     write_prompts();
+    write_towers(golden);
+    free(golden);
 }
 
 int main(int argc, char **argv) {

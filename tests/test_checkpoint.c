@@ -329,7 +329,7 @@ static void every_stored_type_loads_exactly(void **state) {
 /* One tensor of a file that is written. */
 typedef struct written {
     char name[128];
-    int64_t shape[4];
+    int64_t shape[MT_PARAM_DIMS + 1]; // 0 ends it
     char *data;
     int64_t bytes;
 } written;
@@ -359,7 +359,7 @@ static void write_tensors(const char *folder, const written *tensors, int64_t co
     for (const written *t = tensors; t < tensors + count; end += t++->bytes) {
         char shape[80];
         int length = snprintf(shape, sizeof shape, "%d", (int)t->shape[0]);
-        for (int k = 1; k < 4 && t->shape[k] > 0; k++)
+        for (int k = 1; t->shape[k] > 0; k++)
             length += snprintf(shape + length, sizeof shape - (size_t)length, ",%d", (int)t->shape[k]);
         used += snprintf(header + used, sizeof header - (size_t)used,
                          "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%d,%d]}", used ? "," : "{",
@@ -407,8 +407,8 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
         const mt_tensor_info *tensor = mt_safetensors_get(file, i);
         if (strstr(tensor->name, ".experts.")) continue;
         written *t = &tensors[count++];
-        *t = (written){.shape = {tensor->shape[0], tensor->num_dims > 1 ? tensor->shape[1] : 0,
-                                 tensor->num_dims > 2 ? tensor->shape[2] : 0}};
+        *t = (written){.shape = {0}};
+        for (int k = 0; k < tensor->num_dims; k++) t->shape[k] = tensor->shape[k];
         snprintf(t->name, sizeof t->name, "%s", tensor->name);
         for (size_t k = 0; k < sizeof renamed / sizeof *renamed; k++) {
             const char *end = strstr(tensor->name, renamed[k].end);
@@ -422,7 +422,8 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
     for (int64_t i = 0; i < f->options.stack.num_layers; i++) {
         const char *const(*ends)[3] = is_mixtral ? of_mixtral : of_others;
         char first[160];
-        snprintf(layer, sizeof layer, "model.layers.%d.", (int)i);
+        bool beside = f->options.stack.vision.tower != MT_VISION_NONE; // a tower
+        snprintf(layer, sizeof layer, "model.%slayers.%d.", beside ? "language_model." : "", (int)i);
         snprintf(first, sizeof first, "%s%s0.%s.weight", layer, ends[0][2], ends[0][0]);
         if (!mt_safetensors_find(file, first)) continue; // a dense layer
         for (int k = 0; k < 2; k++)
@@ -442,17 +443,20 @@ static void write_stacked(const fixture *f, const char *to, bool transposed, int
 /* Saved again, each expert is apart, which every version of transformers reads. */
 static void stacked_experts_load_and_are_saved_apart(void **state) {
     (void)state;
-    static const char *const moe[] = {"mixtral", "qwen2_moe",  "qwen3_moe",    "deepseek_v3", "glm4_moe",
-                                      "hy_v3",   "exaone_moe", "ernie4_5_moe", "minimax_m2",  "qwen3_next"};
+    static const char *const moe[] = {
+        "mixtral",      "qwen2_moe",  "qwen3_moe",  "deepseek_v3",          "glm4_moe", "hy_v3", "exaone_moe",
+        "ernie4_5_moe", "minimax_m2", "qwen3_next", "../vision/qwen3_5_moe"};
     for (size_t k = 0; k < sizeof moe / sizeof *moe; k++) {
+        char name[32];
+        snprintf(name, sizeof name, "apart_%d", (int)k);
         fixture f = open_family(moe[k], 4, 1, false);
         mt_run_state run = {0};
         create_model(&f, &mt_grid_of_one);
         write_stacked(&f, at("stacked"), false, 0);
         spoil(&f);
         load(&f, &run, at("stacked"));
-        save(&f, &run, at(moe[k]));
-        assert_same_tensors(at(moe[k]), f.folder);
+        save(&f, &run, at(name));
+        assert_same_tensors(at(name), f.folder);
         write_stacked(&f, at("stacked"), true, 0);
         assert_load_fails(&f, at("stacked"), "_proj\" has all experts of a layer and must be");
         assert_load_fails(&f, at("stacked"), "but is transposed"); // a square one does not hide the other

@@ -329,7 +329,7 @@ static void *mlp_floats(mlp *m, int64_t n, float value) {
 
 static void mlp_linear(mlp *m, mt_linear *l, mt_fp8_linear *state, int64_t N, int64_t width, float *numbers) {
     *l = (mt_linear){.N = N, .K = width, .kind = MT_LINEAR_REPLICATED, .fp8 = state};
-    l->weight = (mt_weight){mlp_bf16(m, N * width, N), mlp_floats(m, N * width, 0), NULL};
+    l->weight = (mt_weight){mlp_bf16(m, N * width, N), mlp_floats(m, N * width, 0), NULL, 0};
     *state = (mt_fp8_linear){.recipe = &m->fp8, .scale = numbers, .amax = m->amax + (state - m->states) * 3};
     state->inverse_scales = mlp_memory(m, MT_NUM_FP8_OPERANDS * MT_FP8_SCALE_STEP * 4);
 }

@@ -242,7 +242,6 @@ what_is_not_supported_is_refused() {
 1|--language-model-only|lines.jsonl:1: has "images", which only a model with a vision tower reads
 1|--mtp-num-layers 1|--mtp-num-layers 1: modules of multi-token prediction do not know images
 1|--lora-rank 4 --lora-target patch_embed.proj|model.visual.patch_embed.proj is a convolution in transformers
-1|--lora-rank 4 --lora-target qkv --lora-dropout 0.1|--lora-dropout: adapters of a vision tower have no dropout
 2|--context-parallel-size 2 $dynamic|--dynamic-context-parallel: the images of a model with a vision tower are divided
 EOF
 }

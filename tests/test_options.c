@@ -1997,6 +1997,38 @@ static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
 }
 
 /* Of 4,096 queries, query t sees min(t + 1, W) keys, for scores and for values of 4 heads of 16 channels. */
+/* The tower of Qwen2.5-VL-7B for 74 x 74 patches: windows of 8 x 8, those at the edges of 2. */
+static void a_tower_counts_products_and_pairs_of_patches(void **state) {
+    (void)state;
+    mt_options o = {.hidden_size = 3584};
+    o.vision = (mt_vision_options){.tower = MT_VISION_QWEN2_5,
+                                   .num_layers = 32,
+                                   .hidden_size = 1280,
+                                   .ffn_hidden_size = 3420,
+                                   .num_attention_heads = 16,
+                                   .patch_size = 14,
+                                   .temporal_patch_size = 2,
+                                   .spatial_merge_size = 2,
+                                   .window_size = 112,
+                                   .full_layers = 1 << 7 | 1 << 15 | 1 << 23 | 1u << 31};
+    double P = 74 * 74, tower = P * (1176 * 1280. + 32 * (4 * 1280. * 1280 + 3 * 1280 * 3420.));
+    tower += 2 * 1280 * (4 * P * P + 28 * (9 * 64. + 4) * (9 * 64. + 4));
+    double merger = P / 4 * (5120. * 5120 + 5120 * 3584.);
+    assert_true(fabs(mt_image_flops(&o, 74, 74) / (6 * (tower + merger)) - 1) < 1e-12);
+    o.vision.freeze = true;
+    assert_true(fabs(mt_image_flops(&o, 74, 74) / (2 * tower + 4 * merger) - 1) < 1e-12);
+    o.vision.freeze_projector = true;
+    assert_true(fabs(mt_image_flops(&o, 74, 74) / (2 * tower + 2 * merger) - 1) < 1e-12);
+    o.vision = (mt_vision_options){.tower = MT_VISION_QWEN3, .num_layers = 3, .hidden_size = 32, .ffn_hidden_size = 48};
+    o.vision.patch_size = 4, o.vision.temporal_patch_size = o.vision.spatial_merge_size = 2;
+    o.vision.num_attention_heads = 4, o.vision.deepstack_layers = 5, o.hidden_size = 40;
+    double flops = 6 * (32 * (96 * 32. + 3 * (4 * 32 * 32. + 2 * 32 * 48)) + 2 * 32 * 3 * 32. * 32);
+    flops += 6 * 3 * 8 * (128. * 128 + 128 * 40); // three mergers
+    assert_true(fabs(mt_image_flops(&o, 4, 8) / flops - 1) < 1e-12);
+    o.vision.tower = MT_VISION_NONE;
+    assert_true(mt_image_flops(&o, 4, 8) == 0);
+}
+
 static void a_window_counts_its_keys_only(void **state) {
     (void)state;
     double counts[3], keys[3] = {0};
@@ -4245,6 +4277,7 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
     cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
     cmocka_unit_test(a_window_counts_its_keys_only),
+    cmocka_unit_test(a_tower_counts_products_and_pairs_of_patches),
     cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
     cmocka_unit_test(golden_configs_are_read_as_their_families_are),
     cmocka_unit_test(experts_have_the_matrices_and_biases_of_their_activation),

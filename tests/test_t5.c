@@ -43,7 +43,7 @@ static void every_gradient_equals_transformers(void **state) {
             const mt_tensor_info *tensor = mt_safetensors_find(reference, params[i].hf_name);
             double distance = 0, norm = 0;
             if (!tensor) fail_msg("%s: no reference gradient of %s", models[k], params[i].hf_name);
-            add_gradient_error(&f, &params[i], buckets[params[i].bucket].grads, tensor->data, &distance, &norm);
+            add_gradient_error(&f, &params[i], buckets[params[i].bucket].grads, tensor, &distance, &norm);
             if (!(sqrt(distance) <= tolerance() * sqrt(norm)))
                 fail_msg("%s: gradient of %s is off by %g of its norm", models[k], params[i].hf_name,
                          sqrt(distance / norm));

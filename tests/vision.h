@@ -28,7 +28,11 @@ static const struct {
     const char *name;
     double tolerance;
     int norm_steps; // whose gradient norms are compared: see tests/golden/vision/make_float64.py --disturb
-} models[] = {{"qwen3_vl", 1e-5, STEPS}, {"qwen2_5_vl", 1e-5, STEPS}, {"qwen3_5_vl", 3e-4, 2}};
+} models[] = {{"qwen3_vl", 1e-5, STEPS},
+              {"qwen2_5_vl", 1e-5, STEPS},
+              {"qwen3_5_vl", 3e-4, 2},
+              {"qwen3_vl_moe", 1e-5, STEPS},
+              {"qwen3_5_moe", 3e-4, 2}};
 enum { NUM_MODELS = sizeof models / sizeof *models };
 
 /* The backend that models are created on. */

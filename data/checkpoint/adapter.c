@@ -733,7 +733,7 @@ static int mt_targets_read(mt_run_options *o, const mt_param *rows, int64_t coun
 int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     mt_param *rows;
     int status = 0;
-    bool adapts_experts = false, adapts_tower = false;
+    bool adapts_experts = false;
     memset(o->stack.lora_roles, 0, sizeof o->stack.lora_roles);
     if (o->stack.lora_rank == 0) return 0;
     if (o->stack.head_type != MT_HEAD_LM)
@@ -757,7 +757,6 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
     if (status == 0 && of_file) status = mt_targets_read(o, rows, count, named, error);
     if (status == 0) status = mt_targets_take(o, rows, count, named, of_file, error);
     for (int64_t i = 0; i < count; i++) adapts_experts |= named[i] && rows[i].unit == MT_UNIT_EXPERTS;
-    for (int64_t i = 0; i < count; i++) adapts_tower |= named[i] && rows[i].vision_part >= 0;
     free(rows), free(named);
     if (status == 0 && !o->stack.lora_roles[0] && !o->stack.lora_roles[1])
         status = mt_error_set(error, "--lora-rank needs --lora-target: all-linear, or names such as q_proj,v_proj");
@@ -765,10 +764,6 @@ int mt_options_derive_adapters(mt_run_options *o, mt_error *error) {
         status =
             mt_error_set(error, "--lora-dropout: adapters of experts have no dropout, as in peft; leave it out, or "
                                 "name other matrices by --lora-target");
-    if (status == 0 && o->stack.lora_dropout > 0 && adapts_tower)
-        status = mt_error_set(error, "--lora-dropout: adapters of a vision tower have no dropout so far; leave it out, "
-                                     "or name matrices of the decoder by --lora-target, or give --freeze-vision and "
-                                     "--freeze-projector with all-linear");
     return status;
 }
 

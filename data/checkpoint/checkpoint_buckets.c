@@ -448,7 +448,7 @@ static const mt_tensor_info *mt_slices_add(mt_slices *slices, const mt_tensor_in
 /* Finds the scales of the target's tensor, and the parameter's place. */
 static void mt_target_place(mt_target *t, const mt_safetensors *set, mt_slices *slices) {
     const mt_param *param = t->source;
-    t->place = mt_param_placement(param, t->weights ? MT_STATE_WEIGHTS : t->state);
+    t->place = mt_tensor_placement(param, t->weights ? MT_STATE_WEIGHTS : t->state, t->tensor);
     if (t->tensor->dtype == MT_F8_E4M3) t->scales = mt_scales_find(set, t->tensor);
     if (mt_target_is_mxfp4(t)) { // rows of the matrix, not transposed
         t->scales = mt_tensor_beside(set, t->tensor, MT_BLOCKS, MT_SCALES);

@@ -37,8 +37,8 @@ static const mt_param *mt_row_find(const mt_param *rows, int64_t count, mt_role 
 }
 
 /* The name of a row in its layer, such as "mlp.experts.0.up_proj.weight". */
-static const char *mt_row_name_in_layer(const mt_param *row, const mt_options *options) {
-    const char *name = row->hf_name + strlen(mt_hf_families[options->hf_family].layers);
+static const char *mt_row_name_in_layer(const mt_param *row) {
+    const char layers[] = "layers.", *name = strstr(row->hf_name, layers) + strlen(layers);
     return strchr(name, '.') + 1;
 }
 
@@ -68,6 +68,11 @@ static int mt_stack_check(const mt_tensor_info *tensor, const mt_stack *stack, c
     rows *= stack->parts;
     if (tensor->num_dims == 3 && shape[0] == o->stack.num_experts && shape[1] == rows && shape[2] == cols) return 0;
     bool transposed = tensor->num_dims == 3 && shape[1] == cols && shape[2] == rows;
+    if (transposed && o->language_model_only)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" has all experts of a layer as [in, out], which are read with the vision "
+                            "tower alone; leave out --language-model-only",
+                            tensor->file, tensor->name);
     return mt_error_set(
         error,
         "%s: tensor \"%s\" has all experts of a layer and must be [%lld, %lld, %lld]%s; save the model by "
@@ -84,7 +89,7 @@ static int mt_stack_cut(mt_safetensors *set, int64_t index, const mt_stack *stac
     for (int k = 0; k < stack->parts; k++) {
         const mt_param *row = mt_row_find(rows, count, stack->roles[k]);
         if (!row) return 0; // no gate, or no expert: the tensor has no place
-        names[k] = mt_row_name_in_layer(row, &o->stack);
+        names[k] = mt_row_name_in_layer(row);
     }
     if (mt_stack_check(&tensor, stack, mt_row_find(rows, count, stack->roles[0]), o, error) != 0) return -1;
     int64_t num_parts = o->stack.num_experts * stack->parts, bytes = tensor.bytes / num_parts;
@@ -115,15 +120,14 @@ static const struct {
                   {"gate.moe_statics.e_score_correction_bias", MT_ROUTER_BIAS}};
 
 /* Gives a tensor beside stacked experts the name of the parameter table. */
-static void mt_tensor_rename(mt_safetensors *set, int64_t index, const mt_param *rows, int64_t count,
-                             const mt_options *o) {
+static void mt_tensor_rename(mt_safetensors *set, int64_t index, const mt_param *rows, int64_t count) {
     mt_tensor_info tensor = *mt_safetensors_get(set, index);
     const char *in_mlp = strstr(tensor.name, ".mlp.");
     for (size_t i = 0; in_mlp && i < sizeof mt_renamed / sizeof *mt_renamed; i++) {
         if (strcmp(in_mlp + strlen(".mlp."), mt_renamed[i].end) != 0) continue;
         const mt_param *row = mt_row_find(rows, count, mt_renamed[i].role);
         if (!row) return;
-        const char *in_layer = mt_row_name_in_layer(row, o);
+        const char *in_layer = mt_row_name_in_layer(row);
         int64_t prefix = in_mlp + 1 - tensor.name, room = prefix + (int64_t)strlen(in_layer) + 1;
         char *name = mt_malloc(room);
         snprintf(name, (size_t)room, "%.*s%s", (int)prefix, tensor.name, in_layer);
@@ -149,7 +153,7 @@ int mt_experts_unstack(mt_safetensors *set, const mt_run_options *o, mt_error *e
         if (stack)
             status = mt_stack_cut(set, i, stack, rows, count, o, error);
         else
-            mt_tensor_rename(set, i, rows, count, &o->stack);
+            mt_tensor_rename(set, i, rows, count);
     }
     free(rows);
     mt_safetensors_sort(set);

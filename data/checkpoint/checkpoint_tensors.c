@@ -24,8 +24,16 @@ mt_placement mt_param_placement(const mt_param *param, mt_param_state state) {
     place.group_rows = param->whole_rows / param->hf_groups, place.group_pitch = rows / param->hf_groups;
     if (param->hf_transposed && (state == MT_STATE_WEIGHTS || param->hf_stack == 0))
         place.transposed = true, place.width = rows, place.stride = param->hf_stride;
-    else if (param->hf_transposed)
+    else if (param->hf_transposed && param->hf_stride > 1)
         place.row = row * param->whole_rows; // part `row` of hf_stride ones
+    return place;
+}
+
+mt_placement mt_tensor_placement(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor) {
+    mt_placement place = mt_param_placement(param, state);
+    int64_t rows = param->hf_rows_total / place.slices;
+    bool upright = param->hf_either && tensor->num_dims == 3 && tensor->shape[1] == rows;
+    if (place.transposed && upright) place.transposed = false, place.width = param->whole_cols;
     return place;
 }
 
@@ -179,6 +187,8 @@ static int mt_param_check(const mt_param *param, mt_param_state state, const mt_
                             "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16, F64, or F8_E4M3 with scales of "
                             "blocks, so take a checkpoint that is not quantized",
                             tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
+    if (param->hf_either && !mt_tensor_placement(param, state, tensor).transposed)
+        shape[1] = param->hf_rows_total / param->hf_stack, shape[2] = param->whole_cols;
     if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
     bool is_matrix = !param->is_vector && tensor->num_dims == num_dims;
     int64_t cols_at = num_dims - 1 - mt_param_placement(param, state).transposed;
@@ -321,17 +331,11 @@ static const char *const mt_computed[] = {"rotary_emb.inv_freq", ".attn.bias", "
 static const struct {
     mt_hf_family family;
     const char *begins;
-} mt_other_modules[] = {{MT_HF_EXAONE_MOE, "mtp."},
-                        {MT_HF_ERNIE4_5_MOE, "model.mtp_"},
-                        {MT_HF_QWEN3_NEXT, "mtp."},
-                        {MT_HF_QWEN3_5, "mtp."},
-                        {MT_HF_QWEN3_5_MOE, "mtp."},
-                        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
-                        {MT_HF_NEMOTRON_H, "mtp."},
-                        {MT_HF_QWEN3_5, "model.visual."},
-                        {MT_HF_QWEN3_5_MOE, "model.visual."},
-                        {MT_HF_QWEN3, "model.visual."},
-                        {MT_HF_QWEN2, "visual."}};
+} mt_other_modules[] = {
+    {MT_HF_EXAONE_MOE, "mtp."},     {MT_HF_ERNIE4_5_MOE, "model.mtp_"}, {MT_HF_QWEN3_NEXT, "mtp."},
+    {MT_HF_QWEN3_5, "mtp."},        {MT_HF_QWEN3_5_MOE, "mtp."},        {MT_HF_MIMO_V2_FLASH, "model.mtp."},
+    {MT_HF_NEMOTRON_H, "mtp."},     {MT_HF_QWEN3_5, "model.visual."},   {MT_HF_QWEN3_5_MOE, "model.visual."},
+    {MT_HF_QWEN3, "model.visual."}, {MT_HF_QWEN3_MOE, "model.visual."}, {MT_HF_QWEN2, "visual."}};
 
 /* True for tensors of modules that the model does not have: of multi-token prediction, or a vision tower. */
 static bool mt_tensor_is_of_other_module(const mt_run_options *options, const char *name) {
@@ -414,7 +418,8 @@ static const struct {
     uint64_t families;
     const char *part, *instead;
 } mt_other_names[] = {
-    {1ull << MT_HF_QWEN3 | 1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE, "model.language_model.", "model."},
+    {1ull << MT_HF_QWEN3 | 1ull << MT_HF_QWEN3_MOE | 1ull << MT_HF_QWEN3_5 | 1ull << MT_HF_QWEN3_5_MOE,
+     "model.language_model.", "model."},
     {1ull << MT_HF_QWEN2, "model.language_model.", "model."},
     {1ull << MT_HF_QWEN2, "model.visual.", "visual."},
     {1ull << MT_HF_KIMI_LINEAR, ".mlp.", ".block_sparse_moe."},

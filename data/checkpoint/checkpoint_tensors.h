@@ -75,6 +75,9 @@ void mt_state_tensor_name(char *name, size_t size, mt_optimizer optimizer, mt_pa
  * parameters lie in memory, gate before up: parts of a shard are then long runs of the file. */
 mt_placement mt_param_placement(const mt_param *param, mt_param_state state);
 
+/* The same in a tensor of a file, which may hold stacked matrices the other way (hf_either). */
+mt_placement mt_tensor_placement(const mt_param *param, mt_param_state state, const mt_tensor_info *tensor);
+
 /* The shape of the whole tensor that holds one state of a parameter; returns the number of dimensions. */
 int64_t mt_param_shape(const mt_param *param, mt_param_state state, int64_t shape[MT_PARAM_DIMS]);
 

@@ -40,11 +40,11 @@ static int mt_origin_find(mt_origin *from, const mt_converted *c, const mt_param
             mt_megatron_place(c->megatron, param, MT_STATE_WEIGHTS, &c->options->stack, c->folder, &from->place, error);
         return from->matrix ? 0 : -1;
     }
-    from->place = mt_param_placement(param, MT_STATE_WEIGHTS);
     from->tensor = mt_state_find(c->set, param, MT_STATE_WEIGHTS);
     if (!from->tensor)
         return mt_error_set(error, "%s: has no tensor \"%s\", and a conversion begins no new one; take the whole model",
                             c->folder, param->hf_name);
+    from->place = mt_tensor_placement(param, MT_STATE_WEIGHTS, from->tensor);
     mt_dtype dtype = from->tensor->dtype;
     if (dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F16 || dtype == MT_F64) return 0;
     return mt_error_set(error,

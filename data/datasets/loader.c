@@ -454,6 +454,19 @@ static void agree_on_reading(mt_loader *loader, mt_feed *feed, const mt_grid *gr
     loader->planned_after = -1;
 }
 
+/* FLOPs of the tower for a piece's share of the pictures of its sample. */
+static double piece_image_flops(const mt_loader *loader, const mt_piece *piece) {
+    if (loader->cuts || !loader->config->options) return 0;
+    const mt_samples *samples = mt_packing_samples(loader->dataset->packing);
+    double flops = 0, share = (double)piece->length / (double)mt_sample_length(samples, piece->sample);
+    if (!samples->image_offsets) return 0;
+    for (int64_t i = samples->image_offsets[piece->sample]; i < samples->image_offsets[piece->sample + 1]; i++) {
+        const mt_image_grid *grid = &samples->images.items[i].grid;
+        flops += share * mt_image_flops(&loader->config->options->stack, grid->height, grid->width);
+    }
+    return flops;
+}
+
 mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t samples, const mt_grid *grid) {
     mt_feed feed = {.loader = loader,
                     .consumed = consumed_samples,
@@ -477,6 +490,7 @@ mt_feed mt_feed_begin(mt_loader *loader, int64_t consumed_samples, int64_t sampl
         double length = (double)loader->plan.pieces[i].length;
         feed.tokens += length;
         feed.flops += loader->config->work.per_token * length + loader->config->work.per_pair * length * length;
+        feed.flops += piece_image_flops(loader, &loader->plan.pieces[i]);
     }
     return feed;
 }

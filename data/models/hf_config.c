@@ -1861,7 +1861,7 @@ static char *mt_config_name_infinity(const char *json, int64_t bytes, int64_t *c
 static const struct {
     const char *type, *class, *text_type;
     mt_hf_family family;
-    mt_vision_tower tower; // NONE: it is not read
+    mt_vision_tower tower;
     int64_t mrope_section[3];
     bool interleaved, deepstack;
     int64_t image_token, video_token, start_token, end_token;
@@ -1902,11 +1902,23 @@ static const struct {
      248057,
      248053,
      248054},
+    {"qwen3_vl_moe",
+     "Qwen3VLMoeForConditionalGeneration",
+     "qwen3_vl_moe_text",
+     MT_HF_QWEN3_MOE,
+     MT_VISION_QWEN3,
+     {24, 20, 20},
+     true,
+     true,
+     151655,
+     151656,
+     151652,
+     151653},
     {"qwen3_5_moe",
      "Qwen3_5MoeForConditionalGeneration",
      "qwen3_5_moe_text",
      MT_HF_QWEN3_5_MOE,
-     MT_VISION_NONE,
+     MT_VISION_QWEN3,
      {11, 11, 10},
      true,
      false,
@@ -2086,6 +2098,8 @@ static void mt_config_take_text(mt_config *config) {
         if (outer && !inner) json_object_set(text, beside[i], outer);
     }
     mt_json_set_string(text, "model_type", mt_hf_families[mt_vision_types[row].family].model_type);
+    if (mt_vision_types[row].family == MT_HF_QWEN3_MOE && !json_object_get(text, "norm_topk_prob"))
+        mt_json_set_bool(text, "norm_topk_prob", true); // transformers' class does nothing else
     mt_config_take_head(text, config->root);
     json_t *older = json_object_get(text, "rope_scaling");
     const char *scaling = json_string_value(json_object_get(older, "type"));
@@ -2578,9 +2592,15 @@ int mt_options_check_names(const mt_run_options *o, mt_hf_family stored, mt_erro
                                    "--logits-scaling 1 or sqrt(--hidden-size)");
     if (o->stack.vision.tower != MT_VISION_NONE &&
         mt_vision_type_of(o->stack.hf_family, o->stack.vision.tower) == NUM_VISION_TYPES)
+        return mt_error_set(
+            error, "--vision-tower: no model of the Qwen-VL line has this decoder; its config.json would "
+                   "be of none: take a decoder of Qwen2 for qwen2_5, of Qwen3 or Qwen3.5 with or without experts for "
+                   "qwen3");
+    if (o->stack.vision.tower != MT_VISION_NONE && o->stack.hf_family == MT_HF_QWEN3_MOE &&
+        o->stack.moe_router_pre_softmax)
         return mt_error_set(error,
-                            "--vision-tower: no model of the Qwen-VL line has this decoder; its config.json would "
-                            "be of none: take a decoder of Qwen2 for qwen2_5, of Qwen3 or Qwen3.5 for qwen3");
+                            "--moe-router-pre-softmax: the router of Qwen3-VL with experts normalises the chosen "
+                            "experts' probabilities; leave it out");
     bool same = mt_hf_families[stored].names == mt_hf_families[o->stack.hf_family].names;
     if (!o->load || stored == MT_HF_UNKNOWN || same || o->stack.moe_use_upcycling) return 0;
     mt_family_append_causes(causes, sizeof causes, stored, o);

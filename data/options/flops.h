@@ -18,6 +18,10 @@ typedef struct mt_token_work {
  * recomputation is not counted; with --window-size only the keys of the window are). */
 double mt_flops(const mt_options *options, int64_t num_sequences);
 
+/* The same of a vision tower for an image of height x width patches. Parts that --freeze-vision or --freeze-projector
+ * keeps have their forward, and the gradient of their input where a part before them trains. */
+double mt_image_flops(const mt_options *options, int64_t height, int64_t width);
+
 /* The predicted work of a model's tokens: the linear and the quadratic term of mt_flops, and the FLOPs that
  * an H200 computes while it receives a token's keys and values, forward and backward, over NVLink. */
 mt_token_work mt_token_work_of(const mt_options *options);

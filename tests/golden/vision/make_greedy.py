@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 IMAGE = 150
 for folder in sys.argv[1:]:
-    model = AutoModelForImageTextToText.from_pretrained(folder).double().eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, experts_implementation="eager").double().eval()
     io = load_file(f"{folder}/io.safetensors")
     first, second = io["input_ids"].tolist()
     grids = io["image_grid_thw"].long()
