@@ -7591,14 +7591,8 @@ static void mt_param_set_name(const mt_param_table *table, const mt_role_row *ro
     if (of_t5 && row->role == MT_UP && !mt_options_gated(table->options)) name = "DenseReluDense.wi.weight";
     for (size_t i = 0; i < sizeof mt_qwen_module_names / sizeof *mt_qwen_module_names && of_qwen; i++)
         if (mt_qwen_module_names[i].role == row->role) name = mt_qwen_module_names[i].name, *layer = 0;
-    bool beside = table->options->vision.tower == MT_VISION_QWEN3 && param->vision_part < 0; // the decoder, in its file
-    const char *of_layer = layer, *inserted = "";
-    if (beside && strncmp(*layer ? layer : name, "model.", 6) == 0) {
-        inserted = "model.language_model.";
-        *(*layer ? &of_layer : &name) += 6;
-    }
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%s%.*s%s%s", inserted, of_layer, (int)strcspn(name, "#"), name,
-             expert, number ? number + 1 : "");
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
+             number ? number + 1 : "");
 }
 
 /* An expert's part of the tensor that holds all experts. Granite: matrices [out, in], gate above up. Others: [in, out];
