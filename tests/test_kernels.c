@@ -190,7 +190,7 @@ static void assert_gradient(const char *what, const double *got, reference_fn *r
     free(point), free(high), free(low), free(want), free(have), free(sign);
 }
 
-/* The tests run for fp32 and bf16, then for fp16; those that take one type a case then take fp32 and fp16 in turn. */
+/* The tests run for fp32 and bf16, then for fp16; a test with one type a case then takes fp32 and fp16 in turn. */
 static mt_dtype both[2] = {MT_F32, MT_BF16};
 static int first_type = 0; // of both
 
