@@ -22420,7 +22420,8 @@ static int64_t mt_num_deepstack(const mt_options *o) {
 
 void mt_batch_alloc_images(mt_batch *batch, const mt_options *o, int64_t max_patches) {
     int64_t most = max_patches / mt_patches_of_token(o); // images of one token each
-    batch->images = (mt_image_batch){.grids = mt_calloc(most * (int64_t)sizeof *batch->images.grids)};
+    batch->images = (mt_image_batch){.max_patches = max_patches};
+    batch->images.grids = mt_calloc(most * (int64_t)sizeof *batch->images.grids);
     batch->images.patches = mt_calloc(max_patches * mt_patch_values(o) * 4);
 }
 

@@ -3659,10 +3659,10 @@ typedef struct mt_image_grid {
 /* The images of a micro-batch, in the order of their image tokens: an image has one token image_token_id for each
  * square of spatial_merge_size^2 patches, and these stand together in one sequence. */
 typedef struct mt_image_batch {
-    int64_t num_images;
-    mt_image_grid *grids; // [num_images]
-    float *patches;       // [patches, channels, frames, patch_size, patch_size] of one image after the other: square by
-                          // square, and within a square row by row
+    int64_t num_images, max_patches; // max_patches: the room of the arrays
+    mt_image_grid *grids;            // [num_images]
+    float *patches; // [patches, channels, frames, patch_size, patch_size] of one image after the other: square by
+                    // square, and within a square row by row
 } mt_image_batch;
 
 /* Decoding with images whose features the model keeps (mt_model_see). */

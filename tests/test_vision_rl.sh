@@ -65,6 +65,7 @@ every_layout_does_the_same() {
 2 --pipeline-model-parallel-size 2
 2 --rollout-tensor-model-parallel-size 2 --inference-max-requests 2
 4 --data-parallel-sharding-strategy optim_grads_params
+2 --context-parallel-size 2 --max-image-tokens 1
 END
     done
     # shellcheck disable=SC2086

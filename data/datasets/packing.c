@@ -821,7 +821,9 @@ int mt_batch_append_images(mt_batch *batch, const mt_samples *samples, int64_t s
     int64_t values = MT_IMAGE_CHANNELS * c->temporal_patch_size * c->patch_size * c->patch_size;
     for (int64_t i = samples->image_offsets[sample]; i < samples->image_offsets[sample + 1]; i++) {
         const mt_image *image = &samples->images.items[i];
-        if (mt_image_read(images->patches + mt_patches_filled(images) * values, image, c, error) != 0) return -1;
+        int64_t filled = mt_patches_filled(images);
+        MT_CHECK(image->grid.height * image->grid.width <= images->max_patches - filled);
+        if (mt_image_read(images->patches + filled * values, image, c, error) != 0) return -1;
         images->grids[images->num_images++] = image->grid;
     }
     return 0;
@@ -891,7 +893,8 @@ int64_t mt_samples_max_patches(const mt_samples *samples, int64_t tokens) {
         int64_t patches = 0;
         for (int64_t i = samples->image_offsets[s]; i < samples->image_offsets[s + 1]; i++)
             patches += samples->images.items[i].grid.height * samples->images.items[i].grid.width;
-        int64_t merged = patches / mt_max(square, 1), length = samples->offsets[s + 1] - samples->offsets[s] - 1;
+        if (patches == 0) continue; // a text, which may have one token
+        int64_t merged = patches / square, length = samples->offsets[s + 1] - samples->offsets[s] - 1;
         most = mt_max(most, mt_divide_up(tokens * merged, length) * square);
     }
     return most;

@@ -157,7 +157,8 @@ static void plan_pictures(mt_model_plan *plan, const mt_run_options *o, const mt
 
 void mt_rl_plan(mt_model_plan *plan, const mt_run_options *o, const mt_samples *prompts) {
     mt_run_options apart = *o;
-    plan->max_patches = mt_samples_max_patches(prompts, plan->max_tokens);
+    int64_t tokens = plan->max_tokens * o->stack.context_parallel_size; // of a micro-batch
+    plan->max_patches = mt_samples_max_patches(prompts, tokens);
     if (o->rollout_ranks > 0 || mt_model_role_sizes_apply(&apart, mt_model_role_sizes_of_generator(o))) return;
     mt_rollout_plan(plan, o), plan_pictures(plan, o, prompts);
 }
