@@ -269,16 +269,16 @@ scales_of_older_files_resume_bit_for_bit() {
     conv='--fp8-format hybrid --fp8-amax-history-len 4 --experimental-attention-variant short_conv
         --linear-attention-freq 2'
     # shellcheck disable=SC2086
-    run $conv --train-iters 6 --save "$work/f" --save-interval 3 --metrics "$work/f.jsonl" || return 1
-    scales=$(grep -la mixer_in.scale "$work/f/iter_0000003"/*.safetensors) || return 1
+    run $conv --train-iters 6 --save "$work/scaled" --save-interval 3 --metrics "$work/scaled.jsonl" || return 1
+    scales=$(grep -la mixer_in.scale "$work/scaled/iter_0000003"/*.safetensors) || return 1
     for linear in mixer_in short_in other_in; do
-        cp -a "$work/f/iter_0000003" "$work/$linear" &&
+        cp -a "$work/scaled/iter_0000003" "$work/$linear" &&
             sed "s/mixer_in/$linear/g" "$scales" >"$work/$linear/${scales##*/}" &&
             sed -i 's/"version": 2/"version": 1/' "$work/$linear/trainer.json" && # without checksums
             rm "$work/$linear/checksums.json" || return 1
         # shellcheck disable=SC2086
         run $conv --train-iters 6 --load "$work/$linear" --metrics "$work/$linear.jsonl" || return 1
-        losses "$work/f.jsonl" | tail -n 3 >"$work/part"
+        losses "$work/scaled.jsonl" | tail -n 3 >"$work/part"
         if [ $linear = other_in ]; then
             says 'lacks linears that are in fp8 now' "$work/err" || return 1
         else

@@ -41,28 +41,29 @@ int mt_model_role_build_grid(mt_model_role *role, mt_error *error) {
     return role->ops ? 0 : -1;
 }
 
-/* Derives the options of another layout, and builds its grid. */
-static int derive_layout(mt_model_role *role, const char *option, mt_error *error) {
+/* Derives the options of another layout, and builds its grid. batch: the samples of a step, which stay the run's; they
+ * need not divide by these data-parallel ranks. */
+static int derive_layout(mt_model_role *role, int64_t batch, const char *option, mt_error *error) {
     mt_run_options *o = &role->options;
     mt_training_stage stage = o->stack.stage;
-    int64_t batch = o->stack.global_batch_size;
     mt_error cause;
     o->stack.stage = MT_STAGE_PT; // the sizes of an iteration are the run's
     int status = mt_options_derive(o, MT_PROGRAM_INFER, role->grid->world.size, &cause);
-    o->stack.stage = stage, o->stack.global_batch_size = batch; // which need not divide by these data-parallel ranks
+    o->stack.stage = stage, o->stack.global_batch_size = batch;
     if (status != 0) return mt_error_set(error, "%s: %s", option, cause.text);
     return mt_model_role_build_grid(role, error);
 }
 
 int mt_model_role_place(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error) {
-    if (!mt_model_role_sizes_apply(&role->options, sizes)) return 0;
-    return derive_layout(role, option, error);
+    int64_t batch = role->options.stack.global_batch_size; // the sizes leave it open
+    return mt_model_role_sizes_apply(&role->options, sizes) ? derive_layout(role, batch, option, error) : 0;
 }
 
 int mt_model_role_place_apart(mt_model_role *role, mt_model_role_sizes sizes, const char *option, mt_error *error) {
+    int64_t batch = role->options.stack.global_batch_size;
     role->options.stack.tensor_model_parallel_size = 0; // differs from any size
     MT_CHECK(mt_model_role_sizes_apply(&role->options, sizes));
-    return derive_layout(role, option, error);
+    return derive_layout(role, batch, option, error);
 }
 
 mt_model_plan mt_model_role_plan(const mt_model_role *role, const mt_model_plan *of_run, int64_t context_size) {
